@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import io
 import json
 import os
@@ -437,30 +436,13 @@ def test_a_page_on_a_terminal_waits_for_a_cluster_that_is_away(capsys: pytest.Ca
     assert "Succeeded" in out
 
 
-def test_a_run_on_a_terminal_ends_with_its_panel(tmp_path: Path) -> None:
-    pty = pytest.importorskip("pty")
-    program = (
-        "import sys, fake, pathlib; from outlast import cli\n"
-        "cli.main(['run', sys.argv[1]], backend=fake.FakeBackend(pathlib.Path(sys.argv[1]).parent))\n"
-    )
-    (tmp_path / "job.yaml").write_text(JOB)
-    master, slave = pty.openpty()
-    environ = {**os.environ, "TERM": "xterm", "COLUMNS": "100", "LINES": "30"}
-    with subprocess.Popen(
-        [sys.executable, "-c", program, str(tmp_path / "job.yaml")],
-        stdin=slave, stdout=slave, stderr=slave, cwd=PROGRAMS.parent, env=environ,
-    ) as process:  # fmt: skip
-        os.close(slave)
-        shown = b""
-        with contextlib.suppress(OSError):  # the other end is closed
-            while piece := os.read(master, 65536):
-                shown += piece
-    os.close(master)
-    assert process.returncode == 0, shown.decode()
-    text = shown.decode()
-    assert "worker-1 | \033[0mstep 20" in text
-    assert "Succeeded" in text
-    assert "20/20 steps in" in text
+def test_a_run_on_a_terminal_ends_with_its_panel(backend, outlast, job_file, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    for name, value in {"TERM": "xterm", "COLUMNS": "100", "LINES": "30"}.items():
+        monkeypatch.setenv(name, value)
+    code, out, err = outlast(backend, "run", job_file)
+    assert (code, "20/20 steps in" in err) == (0, True)
+    assert [words for words in ("worker-1 | \033[0mstep 20", "job · Succeeded") if words not in out] == []
 
 
 # Steering

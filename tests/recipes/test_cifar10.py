@@ -58,11 +58,7 @@ def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
 
     def run(*argv: object) -> list[str]:
         capsys.readouterr()
-        try:
-            cifar10.main([str(each) for each in argv])
-        finally:
-            if dist.is_initialized():  # an error leaves it, as the process ends
-                dist.destroy_process_group()
+        disturbances.alone(cifar10.main, argv)
         return capsys.readouterr().out.splitlines()
 
     return run

@@ -6,7 +6,6 @@ import json
 import re
 import shutil
 import types
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
 
@@ -35,25 +34,17 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def places(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    """Of this run alone, with models of an eighth of the channels; its process group ends with it, as with a process."""
+def places(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Of this run alone, with models of an eighth of the channels."""
     monkeypatch.setattr(imagenet_model, "WIDTH", 8)
     monkeypatch.setenv("OUTLAST_OUTPUT", str(tmp_path / "out"))
     monkeypatch.setenv("OUTLAST_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("OUTLAST_CHECKPOINT_BEST", "1 max acc1")
-    yield
-    leave()
-
-
-def leave() -> None:
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
 
 
 def refusal(*argv: object) -> str:
     with pytest.raises(OutlastError) as refused:
-        imagenet.main(list(map(str, argv)))
-    leave()
+        disturbances.alone(imagenet.main, argv)
     return str(refused.value)
 
 

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 
 import disturbances
@@ -105,22 +104,14 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def refused(argv: list[str], said: str) -> None:
-    """A run ends with a sentence. Its process would end, too; here its process group does."""
-    try:
-        with pytest.raises(OutlastError, match=said):
-            llm.main(argv)
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
+    """A run ends with a sentence."""
+    with pytest.raises(OutlastError, match=said):
+        disturbances.alone(llm.main, argv)
 
 
 def arguments(model: Path, data: Path, *more: str) -> list[str]:
     step = ["--batch=2", "--grad-accum=2", "--seq-len=64", "--epochs=2", "--lr=1e-2", "--warmup=0", "--dtype=float32"]
     return [f"--model-local-dir={model}", f"--data={data}", *step, *more]
-
-
-def final(output: Path) -> dict[str, Any]:
-    return dict(json.loads((output / "final.json").read_text()))
 
 
 # What is learned of a record
@@ -328,7 +319,7 @@ def test_what_a_run_writes_hugging_face_reads(
     assert report["tokens_per_sec"] == pytest.approx(report["tokens_total"] / report["elapsed_sec"], rel=0.05)
     best = json.loads((output / "best.json").read_text())
     assert best["perplexity"] == pytest.approx(math.exp(best["val_loss"]))
-    assert final(output)["best"] == best
+    assert disturbances.final(output)["best"] == best
 
     transformers, peft = llm_model.transformers, llm_model.peft
     ids = torch.arange(12)[None] * 3
@@ -353,8 +344,8 @@ def test_what_a_run_writes_hugging_face_reads(
 
     llm.main(arguments(model, data, "--evaluate", *more))
     measured = json.loads((output / "evaluation.json").read_text())
-    assert measured["loss"] == pytest.approx(final(output)["val_loss"], rel=1e-5)
-    assert measured["weights_sha256"] == final(output)["weights_sha256"]
+    assert measured["loss"] == pytest.approx(disturbances.final(output)["val_loss"], rel=1e-5)
+    assert measured["weights_sha256"] == disturbances.final(output)["weights_sha256"]
     assert f"{measured['loss']:.4f}" in capsys.readouterr().out
 
 
@@ -434,7 +425,7 @@ def test_prepared_data_are_read_as_they_are_and_cut_samples_are_counted(
     told = capsys.readouterr().out
     assert "samples are longer than --seq-len 8 and lose their end" in told
     assert "samples are left out: nothing to learn within --seq-len 8" in told
-    assert final(tmp_path / "out")["val_loss"] > 0
+    assert disturbances.final(tmp_path / "out")["val_loss"] > 0
 
 
 def test_what_is_measured_is_said(tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -531,4 +522,4 @@ def test_a_tiny_model_memorises_ten_samples(tmp_path: Path, known: Any, kind: st
     if lora:
         more += ["--lr=5e-3", "--lora", "--lora-r=32", "--lora-alpha=64", "--lora-dropout=0", "--target-modules", *MODULES]
     llm.main(arguments(directory, data, *more))
-    assert final(tmp_path / "out")["loss"] < 0.05
+    assert disturbances.final(tmp_path / "out")["loss"] < 0.05

@@ -16,7 +16,6 @@ import av
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 
 import disturbances
@@ -59,18 +58,14 @@ def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path
     monkeypatch.setenv("OUTLAST_OUTPUT", str(output))
 
     def run(*args: str, sizes: Sequence[str] = USUAL) -> Path:
-        try:
-            perceiver.main([*sizes, *args])
-        finally:
-            if dist.is_initialized():  # an error leaves it, as the process ends
-                dist.destroy_process_group()
+        disturbances.alone(perceiver.main, [*sizes, *args])
         return output
 
     return run
 
 
-def lines(output: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+def logged(output: Path, name: str) -> list[float]:
+    return list(disturbances.logged(output, name).values())
 
 
 def made(classes: int = 3, **sizes: int) -> tuple[Perceiver, Config]:
@@ -244,7 +239,7 @@ def test_the_synthetic_set_is_of_real_videos_with_sound(tmp_path: Path, monkeypa
 def test_prepared_shards_are_read_as_well(tmp_path: Path, clips: Path, alone: Callable[..., Path]) -> None:
     video.prepare(work_units.Request(clips, tmp_path / "shards", 1), video.Settings(frames=2, size=8))
     output = alone(f"--data={tmp_path / 'shards'}", "--max-steps=2", "--epochs=3")
-    assert json.loads((output / "final.json").read_text())["step"] == 2
+    assert disturbances.final(output)["step"] == 2
     with pytest.raises(OutlastError, match="was prepared with --frames 2, and the model takes 4; prepare it with --frames 4"):
         alone(f"--data={tmp_path / 'shards'}", "--frames=4")
     with pytest.raises(OutlastError, match="has 2 classes, and the model knows 1; set --num-labels"):
@@ -298,16 +293,13 @@ def test_a_run_trains_measures_resumes_and_writes_a_clip(
     said = capsys.readouterr().out
     assert "6 to train on and 4 to measure; 2 classes; 3 clips a step" in said
     assert re.search(r"\| Training Device=cpu Epoch=2 Step=4 Learning_Rate=0.001 Loss=\d\.\d+ Throughput=\d+\.\d+ Time=\d", said)
-    trained = [line for line in lines(output) if "loss" in line]
-    assert [line["step"] for line in trained] == [1, 2, 3, 4]
-    assert all(line["grad_norm"] > 0 < line["weight_norm"] for line in trained)
-    first, second = (line for line in lines(output) if "val_loss" in line)
-    assert (first["step"], second["step"]) == (2, 4)
+    assert [*disturbances.logged(output)] == [1, 2, 3, 4]
+    assert all(norm > 0 for name in ("grad_norm", "weight_norm") for norm in logged(output, name))
+    measured = disturbances.logged(output, "val_loss")
+    assert [*measured] == [2, 4]
     best = [c.metric for c in checkpoints.list_(output / "checkpoints") if c.metric]
-    assert best[-1].value == pytest.approx(second["val_loss"])
-    final = json.loads((output / "final.json").read_text())
-    assert final["val_loss"] == pytest.approx(second["val_loss"])
-    assert final["bad"] == 0
+    final = disturbances.final(output)
+    assert (best[-1].value, final["val_loss"], final["bad"]) == (pytest.approx(measured[4]), pytest.approx(measured[4]), 0)
     perceiver.main([f"--data={clips}", "--evaluate", f"--reconstruct={tmp_path / 'shown.mp4'}", "--dtype=float32"])
     found = json.loads((output / "evaluation.json").read_text())
     assert (found["clips"], set(found) >= {"image_l1", "audio_l1", "psnr", "top1"}) == (4, True)
@@ -322,7 +314,7 @@ def test_the_step_of_a_batch_is_that_of_its_micro_batches(clips: Path, alone: Ca
     for number, more in enumerate(([], ["--microbatch=2"])):
         os.environ["OUTLAST_OUTPUT"] = str(Path(os.environ["OUTLAST_OUTPUT"]).with_name(f"m{number}"))
         alone(f"--data={clips}", "--max-steps=3", "--dropout=0", "--label-dropout=0.5", "--no-do-eval", "--dtype=float32", *more)
-        losses.append([line["loss"] for line in lines(Path(os.environ["OUTLAST_OUTPUT"])) if "loss" in line])
+        losses.append(logged(Path(os.environ["OUTLAST_OUTPUT"]), "loss"))
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
 
 
@@ -338,7 +330,7 @@ def test_a_clip_that_cannot_be_read_does_not_lower_the_loss_of_the_others(
         monkeypatch.setenv("OUTLAST_OUTPUT", str(output := tmp_path / f"out-{batch}"))
         args = (f"--data={data.parent.parent}", f"--batch={batch}", "--max-steps=1", "--val=0", "--no-do-eval", "--skip-bad")
         alone(*args, "--dropout=0", "--label-dropout=0", "--dtype=float32", *(["--microbatch=2"] if batch > 1 else []))
-        losses.append([line["loss"] for line in lines(output) if "loss" in line])
+        losses.append(logged(output, "loss"))
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 
@@ -358,7 +350,7 @@ def test_a_run_that_is_too_slow_fails_after_it_has_written_its_results(clips: Pa
     with pytest.raises(OutlastError, match=r"throughput [\d.]+ clips/s is below 0.95 of the expected 1e\+09; the results"):
         alone(f"--data={clips}", "--max-steps=3", "--epochs=9", "--expected_average_throughput=1e9", "--no-do-eval")
     output = Path(os.environ["OUTLAST_OUTPUT"])
-    assert json.loads((output / "final.json").read_text())["step"] == 3
+    assert disturbances.final(output)["step"] == 3
     assert (output / "model.pt").exists()
 
 
@@ -402,19 +394,15 @@ def test_videos_that_cannot_be_used_as_they_are_are_named(
     said = capsys.readouterr()
     assert "train/a/broken.mp4 cannot be read and is left out (" in said.err
     assert "1 clips could not be read and were left out: train/a/broken.mp4" in said.out
-    final = json.loads((output / "final.json").read_text())
-    assert final["bad"] == 1
+    assert disturbances.final(output)["bad"] == 1
 
 
 @pytest.mark.parametrize(
     ("files", "args", "sentence"),
     [
         ([], [], "no data: .* has no files"),
-        (["notes.txt"], [], "has no videos"),
-        (["a/1.mp4", "b/2.mp4", "c.mp4"], [], "lies in no directory of a class"),
         (["train/a/1.mp4", "val/b/2.mp4"], [], "val has class b .* that train has no video of"),
         (["a/1.mp4", "b/2.mp4"], ["--val=0"], "has no validation clips; give a directory val"),
-        (["a/1.mp4", "b/2.mp4"], ["--labels=none.csv"], "there is no list of labels none.csv"),
         (["a/1.mp4", "b/2.mp4"], ["--image-size=9"], r"image_size \(9\) is not divisible by patch \(4\)"),
     ],
 )
@@ -467,7 +455,7 @@ def test_the_reconstruction_loss_on_the_synthetic_set_falls_by_half(tmp_path: Pa
     part = Shards(tmp_path / "shards", "train").take(np.arange(40))
     image, audio = perceiver_model.pixels(part["video"]), perceiver_model.sound(part["audio"])
     constant = {"audio_loss": float(audio.abs().mean()), "image_loss": float((image - image.median()).abs().mean())}
-    last = {name: float(np.mean([line[name] for line in lines(tmp_path / "out")[-20:]])) for name in ("loss", *constant)}
+    last = {name: float(np.mean(logged(tmp_path / "out", name)[-20:])) for name in ("loss", *constant)}
     assert last["loss"] < 0.5 * (0.3 * constant["image_loss"] + constant["audio_loss"])
     assert last["audio_loss"] < 0.5 * constant["audio_loss"]
     assert last["image_loss"] < 0.75 * constant["image_loss"]

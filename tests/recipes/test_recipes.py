@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import functools
 import importlib
-import json
 import os
 import re
 import signal
@@ -14,11 +13,12 @@ import subprocess
 import sys
 import types
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import pytest
 import torch
 
+import disturbances
 import worlds
 from outlast.base.errors import OutlastError
 from outlast.job import contract
@@ -27,19 +27,6 @@ from outlast.recipes.shared import loop, results
 from outlast.training import Session
 
 SMOKE_LINE = re.compile(r"\[(DDP|TRAIN|EPOCH|DONE)\] ")
-
-
-def started(tmp_path: Path, recipe: str, *args: str, ranks: int = 0, **env: str) -> subprocess.CompletedProcess[str]:
-    """A recipe that has run to its end: in a plain process, or with `ranks` under torchrun."""
-    runner = ["torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "-m"] if ranks else []
-    command = [sys.executable, "-m", *runner, f"outlast.recipes.{recipe}", *args]
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("OUTLAST_")}
-    environment = {**kept, "OMP_NUM_THREADS": "1", "OUTLAST_OUTPUT": str(tmp_path / "out"), **env}
-    return subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
-
-
-def said(tmp_path: Path, name: str) -> Any:
-    return json.loads((tmp_path / "out" / name).read_text())
 
 
 @pytest.mark.parametrize("name", ["gpt", "llm", "imagenet", "cifar10", "perceiver"])
@@ -83,7 +70,7 @@ def test_smoke_passes_in_a_world_of_two(tmp_path: Path) -> None:
     assert all(SMOKE_LINE.match(line) for line in lines)
     kinds = [line.split("]")[0] + "]" for line in lines]
     assert {kind: kinds.count(kind) for kind in kinds} == {"[DDP]": 2, "[TRAIN]": 4, "[EPOCH]": 2, "[DONE]": 1}
-    final = said(tmp_path, "final.json")
+    final = disturbances.final(out)
     assert final["step"] == 32
     assert lines[-1].endswith(f"2 ranks agree on weights {final['weights_sha256'][:12]}")
     saved = torch.load(tmp_path / "out" / "model.pt", weights_only=True)
@@ -94,7 +81,11 @@ def test_smoke_passes_in_a_world_of_two(tmp_path: Path) -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
 def test_smoke_passes_on_the_gpus_of_this_machine(tmp_path: Path) -> None:
     ranks = torch.cuda.device_count()
-    done = started(tmp_path, "smoke", f"--world={ranks}", ranks=ranks)
+    runner = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("OUTLAST_")}
+    command = [*runner, "-m", "outlast.recipes.smoke", f"--world={ranks}"]
+    environment = {**kept, "OUTLAST_OUTPUT": str(tmp_path / "out")}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     assert f"[DDP] rank 0 of {ranks} on cuda:0 of " in done.stdout
 
@@ -110,12 +101,8 @@ def test_smoke_fails_when_nothing_is_learned_or_the_world_is_not_what_was_asked(
     flags: list[str], sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(contract.Env.OUTPUT, str(tmp_path))
-    try:
-        with pytest.raises(OutlastError, match=sentence):
-            smoke.main(flags)
-    finally:
-        if torch.distributed.is_initialized():
-            torch.distributed.destroy_process_group()
+    with pytest.raises(OutlastError, match=sentence):
+        disturbances.alone(smoke.main, flags)
 
 
 def test_smoke_finds_ranks_that_disagree_and_losses_that_do_not_fall() -> None:

@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pytest
+import torch.distributed as dist
 
 import worlds
 from outlast.job import contract, ledger
@@ -107,6 +108,15 @@ def trained(
     processes = worlds.started(functools.partial(main, list(argv)), output, ranks, generation=generation)
     end = worlds.ended(processes, output, timeout_s=timeout_s)
     assert end.codes == [0] * ranks, end.errors
+
+
+def alone(main: Main, argv: Sequence[object]) -> None:
+    """Run in this process. An error leaves no process group, as it leaves no process."""
+    try:
+        main([str(each) for each in argv])
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
 
 
 def final(output: Path) -> dict[str, Any]:
