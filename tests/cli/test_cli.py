@@ -442,7 +442,7 @@ def test_a_run_on_a_terminal_ends_with_its_panel(backend, outlast, job_file, mon
         monkeypatch.setenv(name, value)
     code, out, err = outlast(backend, "run", job_file)
     assert (code, "20/20 steps in" in err) == (0, True)
-    assert [words for words in ("worker-1 | \033[0mstep 20", "job · Succeeded") if words not in out] == []
+    assert [words for words in ("worker-1 | \033[0mstep 20", "╭─", "Succeeded") if words not in out] == []
 
 
 # Steering
