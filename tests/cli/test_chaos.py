@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import json
 import os
@@ -18,7 +19,6 @@ import psutil
 import pytest
 
 import apiserver
-from outlast import cli
 from outlast.base.errors import Forbidden, NotFound, OutlastError, Refused
 from outlast.job import faults
 from outlast.job.status import JobStatus, State, WorkerStatus
@@ -133,19 +133,13 @@ Team = tuple[apiserver.ApiServer, backend.KubernetesBackend]
 
 
 @pytest.fixture
-def team(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Team]:
-    api = apiserver.ApiServer()
+def team(team: apiserver.ApiServer) -> Iterator[Team]:
     spec = {"parallelism": 2, "template": {"spec": {"containers": []}}}
-    with apiserver.serving(api) as url:
-        monkeypatch.setenv("KUBECONFIG", str(apiserver.kubeconfig(tmp_path / "config", url)))
-        cluster = kube.connect(namespace="n")
-        api.put({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": "n"}})
-        meta = {"name": "train", "namespace": "n", "labels": LABELS}
-        api.put({"apiVersion": "batch/v1", "kind": "Job", "metadata": meta, "spec": spec})
-        for index in range(2):
-            api.put(a_pod(f"train-{index}", index))
-        yield api, backend.KubernetesBackend(cluster)
-        cluster.close()
+    team.put(kube.kinds.JOB.document({"name": "train", "namespace": "n", "labels": LABELS}, spec=spec))
+    for index in range(2):
+        team.put(a_pod(f"train-{index}", index))
+    with contextlib.closing(kube.connect(namespace="n")) as cluster:
+        yield team, backend.KubernetesBackend(cluster)
 
 
 def asked(api: apiserver.ApiServer, verb: str) -> list[str]:
@@ -182,19 +176,13 @@ def test_a_refusal_says_what_refuses(team: Team) -> None:
         place.chaos("train", "term", worker=7, rng=random.Random(0))
 
 
-def test_fault_injection_in_a_cluster_is_confirmed(team: Team, capsys, monkeypatch) -> None:
+def test_fault_injection_in_a_cluster_is_confirmed(team: Team, outlast, monkeypatch) -> None:
     api, place = team
-
-    def run(*words: str) -> tuple[int, str]:
-        with pytest.raises(SystemExit) as ended:
-            cli.main(["chaos", *words], backend=place)
-        out, err = capsys.readouterr()
-        return int(ended.value.code or 0), out + err
-
+    run = functools.partial(outlast, "chaos", "train", "term", backend=place)
     asks = "Error: term injects faults into train in namespace n of here; add --yes to confirm\n"
-    assert run("train", "term", "--worker", "0") == (2, asks)
+    assert run("--worker", "0") == (2, "", asks)
     monkeypatch.setattr(sys, "stdin", tty := io.StringIO("no\n"))
     monkeypatch.setattr(tty, "isatty", lambda: True)
-    assert run("train", "term")[1].endswith("Error: nothing was changed\n")
+    assert run()[2].endswith("Error: nothing was changed\n")
     assert not asked(api, "DELETE")
-    assert run("train", "term", "--worker", "0", "--yes") == (0, "terminated worker 0: deleted pod train-0\n")
+    assert run("--worker", "0", "--yes") == (0, "terminated worker 0: deleted pod train-0\n", "")

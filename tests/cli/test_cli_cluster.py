@@ -6,7 +6,7 @@ import contextlib
 import json
 import re
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -34,24 +34,13 @@ EVENTS = [
 Outlast = Callable[..., tuple[int, str, str]]
 
 
-@pytest.fixture
-def team(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[apiserver.ApiServer]:
-    """A namespace `n` that a kubeconfig names, and no job on this machine."""
-    api = apiserver.ApiServer(unserved=())
-    with apiserver.serving(api) as url:
-        monkeypatch.setenv("KUBECONFIG", str(apiserver.kubeconfig(tmp_path / "config", url)))
-        monkeypatch.setenv("OUTLAST_STATE_DIR", str(tmp_path / "state"))
-        api.put({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": "n"}})
-        yield api
-
-
 def a_job(output: str, **status: Any) -> Document:
     """An ElasticJob that has succeeded, as its operator has written it."""
     spec = {"module": "outlast.recipes.smoke", "output": output, "workers": {"replicas": 1}, "image": "i"}
     spec |= {"resources": {"gpu": 8}, "processesPerWorker": "auto"}
     meta = {"name": "train", "namespace": "n", "creationTimestamp": "1970-01-01T00:01:40Z"}
     written = {"state": "Succeeded", "run": "run-1", "reason": "done", **status}
-    return {"apiVersion": "outlast.dev/v1alpha1", "kind": "ElasticJob", "metadata": meta, "spec": spec, "status": written}
+    return api.kinds.ELASTIC_JOB.document(meta, spec=spec, status=written)
 
 
 def a_pod(namespace: str, containers: list[Document], status: Document) -> Document:

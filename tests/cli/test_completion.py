@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from unittest import mock
 
@@ -17,6 +17,7 @@ from outlast import cli
 from outlast.cli import commands, completion
 from outlast.data import named_datasets
 from outlast.job import faults
+from outlast.kubernetes.api import kinds
 
 Complete = Callable[[str], list[str]]
 
@@ -54,17 +55,13 @@ def local(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def team(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[apiserver.ApiServer]:
-    """A cluster with a job in namespace `n`."""
+def team(team: apiserver.ApiServer, monkeypatch: pytest.MonkeyPatch) -> apiserver.ApiServer:
+    """With a job in namespace `n`."""
     monkeypatch.setattr(completion, "_TIMEOUT_S", 60.0)  # this machine may be busy
-    api = apiserver.ApiServer(unserved=())
-    with apiserver.serving(api) as url:
-        monkeypatch.setenv("KUBECONFIG", str(apiserver.kubeconfig(tmp_path / "config", url)))
-        for name in ("n", "team-b"):
-            api.put({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name}})
-        labels = {"outlast.dev/job": "remote", "app.kubernetes.io/component": "worker"}
-        api.put({"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "remote", "namespace": "n", "labels": labels}})
-        yield api
+    team.put(kinds.NAMESPACE.document({"name": "team-b"}))
+    labels = {"outlast.dev/job": "remote", "app.kubernetes.io/component": "worker"}
+    team.put(kinds.JOB.document({"name": "remote", "namespace": "n", "labels": labels}))
+    return team
 
 
 @pytest.mark.parametrize(("words", "offered"), [

@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 import yaml
 
-from outlast import cli
 from outlast.job import contract, spec
 from outlast.recipes.shared import settings
 from pages import GUIDE, OUTLAST, PAGES, ROOT, blocks, commands, mistake, shell, spans
@@ -50,13 +49,11 @@ def rendered() -> list[tuple[str, list[str]]]:
 
 
 @pytest.mark.parametrize(("job", "words"), rendered(), ids=[" ".join(words) for _, words in rendered()])
-def test_what_a_section_submits_renders(job: str, words: list[str], tmp_path: Path, monkeypatch, capsys) -> None:
+def test_what_a_section_submits_renders(job: str, words: list[str], tmp_path: Path, monkeypatch, outlast) -> None:
     (tmp_path / "job.yaml").write_text(job)
     monkeypatch.chdir(ROOT if words[1].startswith("examples/") else tmp_path)
-    with pytest.raises(SystemExit) as ended:
-        cli.main(words)
-    printed = capsys.readouterr()
-    assert ended.value.code == 0, printed.err
+    code, _, err = outlast(*words)
+    assert code == 0, err
 
 
 GIVEN = re.compile(r"-m (outlast\.recipes\.\w+) (--(?!help)[^`\n]*)")
