@@ -22,12 +22,8 @@ class Story:
         return self
 
     def submitted(self) -> Story:
-        return (
-            self.say("submitted", run="r", job="j")
-            .say("launcher", pid=1, adopted=0)
-            .say("worker", 1, worker=0)
-            .say("worker", worker=1)
-        )
+        self.say("submitted", run="r", job="j").say("launcher", pid=1, adopted=0)
+        return self.say("worker", 1, worker=0).say("worker", worker=1)
 
     def world(self, after: float = 0.0, workers: tuple[int, ...] = (0, 1)) -> Story:
         self.generation += 1
@@ -54,9 +50,8 @@ class Story:
         return self.say("committed", durable, step=self.step, path="p", bytes=1, seconds=stall + durable)
 
     def failure(self, after: float = 0.0, worker: int = 1, reason: str = KILLED, counted: bool = True) -> Story:
-        self.say(
-            "failure", after, generation=self.generation, worker=worker, rank=worker, code=137, reason=reason, counted=counted
-        )
+        whose = {"generation": self.generation, "worker": worker, "rank": worker, "code": 137}
+        self.say("failure", after, **whose, reason=reason, counted=counted)
         return self.say("called", generation=self.generation + 1, reason=f"lost worker {worker}", planned=False)
 
     def finished(self, after: float = 0.0, state: str = "Succeeded") -> Story:

@@ -17,6 +17,7 @@ import machines
 import ports
 import waits
 from outlast.job import contract
+from outlast.job.contract import Env
 from outlast.job.workerfiles import progress_file
 from outlast.storage import runs
 
@@ -39,29 +40,15 @@ class Pods:
             state = self.directory / f"state-{index}"
             state.mkdir(exist_ok=True)
             environ = {
-                **self.environ,
-                contract.Env.JOB: "job",
-                contract.Env.RUN: "job-1a2b3c4d",
-                contract.Env.WORKER: str(index),
-                contract.Env.JOB_FILE: str(self._file),
-                contract.Env.CODE: str(machines.PROGRAMS),
-                contract.Env.OUTPUT: str(self.output),
-                contract.Env.CACHE: str(self.directory / "cache"),
-                contract.Env.STATE: str(state),
-                contract.Env.LEDGER: str(self.output / contract.LEDGER),
-                contract.Env.NOTICE: str(state / contract.NOTICE),
-                contract.Env.CHECKPOINT_EVERY: "10 steps",
-                contract.Env.ADDRESS: "127.0.0.1",
-                contract.Env.RENDEZVOUS: f"c10d://localhost:{self._port}",
-                "PYTHONHASHSEED": "0",
-                "OMP_NUM_THREADS": "1",
-                **more,
-            }
-            log = open(self.directory / f"pod-{index}.log", "ab")  # noqa: SIM115 (the process has it)
-            self.running[index] = subprocess.Popen(
-                [*self.command, "agent"], env=environ, stdout=log, stderr=log, start_new_session=True
-            )
-            log.close()
+                **self.environ, Env.JOB: "job", Env.RUN: "job-1a2b3c4d", Env.WORKER: str(index), Env.JOB_FILE: str(self._file),
+                Env.CODE: str(machines.PROGRAMS), Env.OUTPUT: str(self.output), Env.CACHE: str(self.directory / "cache"),
+                Env.STATE: str(state), Env.LEDGER: str(self.output / contract.LEDGER), Env.NOTICE: str(state / contract.NOTICE),
+                Env.CHECKPOINT_EVERY: "10 steps", Env.ADDRESS: "127.0.0.1", Env.RENDEZVOUS: f"c10d://localhost:{self._port}",
+                "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", **more,
+            }  # fmt: skip
+            program = [*self.command, "agent"]
+            with (self.directory / f"pod-{index}.log").open("ab") as log:
+                self.running[index] = subprocess.Popen(program, env=environ, stdout=log, stderr=log, start_new_session=True)
 
     def mend(self, old: str, new: str) -> None:
         self._file.write_text(self._file.read_text().replace(old, new))

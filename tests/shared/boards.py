@@ -236,8 +236,7 @@ class Run:
             case MemberState.TRAINING | MemberState.DONE if (
                 called > me.generation
                 and told.called
-                and not process.hangs
-                and (me.standing == "training" or not told.called.planned)
+                and (not process.hangs and (me.standing == "training" or not told.called.planned))
             ):
                 process.report = me.changed("waiting", held=1, owes=not told.called.planned)
             case MemberState.LEAVING if called > me.generation:
@@ -267,10 +266,8 @@ class Run:
         return id in self.members
 
     def is_known(self) -> bool:
-        newest, here = self.state.world, [each for each in self.members.values() if not each.frozen and not each.cut]
-        return (MemberState.TRAINING, newest and newest.generation) in [
-            (each.report.standing, each.report.generation) for each in here
-        ]
+        newest, here = self.state.world, [each.report for each in self.members.values() if not each.frozen and not each.cut]
+        return (MemberState.TRAINING, newest and newest.generation) in [(each.standing, each.generation) for each in here]
 
     def forget(self) -> None:
         """All is lost that a coordinator has written."""

@@ -13,11 +13,8 @@ T0 = pod_status.timestamp("2026-01-01T00:00:00Z")
 
 
 def a_node(**spec: Any) -> Document:
-    labels = {
-        "topology.kubernetes.io/zone": "us-west-2a",
-        "node.kubernetes.io/instance-type": "g5.xlarge",
-        "karpenter.sh/nodepool": "gpu",
-    }
+    labels = {"topology.kubernetes.io/zone": "us-west-2a", "node.kubernetes.io/instance-type": "g5.xlarge"}
+    labels["karpenter.sh/nodepool"] = "gpu"
     meta = {"name": "n1", "resourceVersion": "7", "labels": labels, "annotations": {"theirs": "kept"}}
     return {"apiVersion": "v1", "kind": "Node", "metadata": meta, "spec": {"providerID": "aws:///us-west-2a/i-1", **spec}}
 

@@ -37,13 +37,9 @@ def pods_of(looked: CachedJob, *, count: int) -> Plan:
     status = {**known, "state": "Running", "judged": sorted({*known.get("judged", []), *(p["metadata"]["uid"] for p in failed)})}
     status["restarts"] = len(status["judged"])
     there = {"namespace": meta["namespace"], "ownerReferences": [owner_references.reference(job)]}
-    creates = tuple(
-        POD.document(
-            {**there, "name": name, "labels": {Label.JOB: meta["name"], Label.WORKER: str(index)}}, spec={"containers": []}
-        )
-        for index in range(count)
-        if (name := f"{meta['name']}-worker-{index}") not in names
-    )
+    labels = {f"{meta['name']}-worker-{index}": {Label.JOB: meta["name"], Label.WORKER: str(index)} for index in range(count)}
+    missing = [{**there, "name": name, "labels": labels[name]} for name in labels if name not in names]
+    creates = tuple(POD.document(each, spec={"containers": []}) for each in missing)
     deletes = tuple(Deletion(pod["metadata"]["name"], pod["metadata"]["uid"], "it failed") for pod in going)
     return Plan(status=status if status != known else None, deletes=deletes, creates=creates)
 

@@ -147,11 +147,8 @@ class Cluster:
         return self.all("Pod")
 
     def alive(self) -> list[Document]:
-        return [
-            pod
-            for pod in self.pods
-            if "deletionTimestamp" not in pod["metadata"] and pod["status"]["phase"] in ("Pending", "Running")
-        ]
+        there = [pod for pod in self.pods if "deletionTimestamp" not in pod["metadata"]]
+        return [pod for pod in there if pod["status"]["phase"] in ("Pending", "Running")]
 
     def change(self, **workers: Any) -> None:
         """Change the job's `workers`, as a user would."""
@@ -190,11 +187,7 @@ class Cluster:
         nodes = {name: d for (kind, name), d in documents.items() if kind == "Node"}
         job = documents["ElasticJob", "train"]
         if self.unreadable:
-            job = {
-                **job,
-                "spec": {},
-                document_parsing.UNREADABLE: "its spec is nested more than 100 levels deep; make it flatter",
-            }
+            job = {**job, "spec": {}, document_parsing.UNREADABLE: "its spec is nested too deep; make it flatter"}
         now = self.clock()
         cached = CachedJob(job, pods, leases, nodes, max(self.since - self.slept, self.clock.broken_at))
         plan = decide(observed_job.take_snapshot(cached, now, self.has(), self.limits))
@@ -448,9 +441,8 @@ class Cluster:
         if agent.standing == "waiting" and self.now >= agent.begins and called_in:
             agent.standing, agent.generation, agent.since = "training", world["generation"], self.now
             agent.failed, agent.failure, agent.again = False, None, False
-            if not any(
-                a.standing == "training" and a.generation == agent.generation and a is not agent for a in self.agents.values()
-            ):
+            others = [each for each in self.agents.values() if each is not agent]
+            if not any(each.standing == "training" and each.generation == agent.generation for each in others):
                 self.step = self.committed
                 self.write("session", generation=agent.generation, rank=0, world_size=len(world["members"]))
                 self.write("restored", generation=agent.generation, step=self.step, path=None)
@@ -481,9 +473,8 @@ class Cluster:
     def train(self, seconds: float) -> None:
         """Train one interval in every world whose members all train."""
         world = (self.status.get("rendezvous") or {}).get("world")
-        inside = [
-            a for a in self.agents.values() if world and a.index in world["members"] and a.generation == world["generation"]
-        ]
+        there = [a for a in self.agents.values() if world and a.generation == world["generation"]]
+        inside = [a for a in there if world and a.index in world["members"]]
         if not world or len(inside) < len(world["members"]) or any(a.standing not in ("training", "leaving") for a in inside):
             for agent in inside:  # whose peers are gone fails by it, sooner or later
                 lost = len(inside) < len(world["members"]) if world else False
@@ -601,10 +592,8 @@ class Kueue:
 
     def __init__(self, cluster: Cluster, quota: int, *, partly: bool = True) -> None:
         self.cluster, self.quota, self.partly = cluster, quota, partly
-        self.flavor: Document = {
-            "metadata": {"name": "spot"},
-            "spec": {"nodeLabels": {"pool": "spot"}, "tolerations": [{"key": "spot", "operator": "Exists"}]},
-        }
+        tolerated = [{"key": "spot", "operator": "Exists"}]
+        self.flavor: Document = {"metadata": {"name": "spot"}, "spec": {"nodeLabels": {"pool": "spot"}, "tolerations": tolerated}}
         self.classes: list[Document] = []
         self.held = False
         """True while nothing is admitted."""

@@ -27,6 +27,7 @@ import pytest
 import ports
 from outlast.data.prepare import work_units
 from outlast.job import contract
+from outlast.job.contract import Env
 from outlast.job.ledger import Event, read
 from outlast.storage import checkpoints
 
@@ -124,9 +125,8 @@ def train(plan: Training) -> None:
         net = _sharded(net) if plan.sharded else run.ddp(net)
         module = net if plan.sharded else net.module
         sgd = plan.optimizer == "sgd"
-        optimizer = (
-            torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9) if sgd else torch.optim.AdamW(net.parameters(), lr=3e-3)
-        )
+        made = functools.partial(torch.optim.SGD, lr=0.05, momentum=0.9) if sgd else functools.partial(torch.optim.AdamW, lr=3e-3)
+        optimizer = made(net.parameters())
         stream = Stream((images, labels), plan.batch, seed=1, epochs=plan.epochs, microbatch=plan.microbatch)
         schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.05, total_steps=stream.total_steps)
         parts = {"model": net, "optimizer": optimizer, "stream": stream, **({"schedule": schedule} if plan.schedule else {})}
@@ -150,11 +150,8 @@ def train(plan: Training) -> None:
             if plan.schedule:
                 schedule.step()
             step += 1
-            record(
-                epoch=batch.epoch,
-                indices=batch.indices.tolist(),
-                **({"weights": hashed(module, optimizer)} if plan.reference else {}),
-            )
+            weights = {"weights": hashed(module, optimizer)} if plan.reference else {}
+            record(epoch=batch.epoch, indices=batch.indices.tolist(), **weights)
             losses.append(run.log(step, loss=loss, reduce=True)["loss"])
             time.sleep(plan.pause_s)
             if step == plan.raise_at and run.rank == 1:
@@ -164,7 +161,7 @@ def train(plan: Training) -> None:
             if run.rank == plan.limited and step == plan.unlimited_at:
                 resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
             if run.rank == 0 and step == plan.leave_at:
-                Path(os.environ[contract.Env.NOTICE]).write_text("{}")
+                Path(os.environ[Env.NOTICE]).write_text("{}")
             while plan.patient and run._snapshots._working and not run._snapshots._replicated():
                 time.sleep(0.001)
             leaving = run.interrupted()
@@ -238,30 +235,24 @@ def started(
     processes.
     """
     everybody = {
-        "WORLD_SIZE": str(ranks),
-        "LOCAL_WORLD_SIZE": str(local),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(ports.free()),
-        "OMP_NUM_THREADS": "1",
-        contract.Env.OUTPUT: str(output),
-        contract.Env.RUN: run,
-        contract.Env.CHECKPOINT_EVERY: "5 steps",
-    }
+        "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(local), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(ports.free()),
+        "OMP_NUM_THREADS": "1", Env.OUTPUT: str(output), Env.RUN: run, Env.CHECKPOINT_EVERY: "5 steps",
+    }  # fmt: skip
     if generation is not None:
-        everybody[contract.Env.GENERATION] = str(generation)
+        everybody[Env.GENERATION] = str(generation)
     processes = []
     for rank in range(ranks):
         worker, number = divmod(rank, local)
         state, stderr = output / "workers" / str(worker), output / "workers" / str(rank) / "stderr"
         state.mkdir(parents=True, exist_ok=True)
         stderr.parent.mkdir(exist_ok=True)
-        own = {"RANK": str(rank), "LOCAL_RANK": str(number), contract.Env.STATE: str(state)}
-        own[contract.Env.NOTICE] = str(state / contract.NOTICE)
+        own = {"RANK": str(rank), "LOCAL_RANK": str(number), Env.STATE: str(state)}
+        own[Env.NOTICE] = str(state / contract.NOTICE)
         if local > 1:
-            own[contract.Env.WORKER] = str(worker)
+            own[Env.WORKER] = str(worker)
         if disks:
-            own[contract.Env.OUTPUT] = str(output / disks[rank])
-            own[contract.Env.WORKER] = str(list(dict.fromkeys(disks)).index(disks[rank]))
+            own[Env.OUTPUT] = str(output / disks[rank])
+            own[Env.WORKER] = str(list(dict.fromkeys(disks)).index(disks[rank]))
             own["LOCAL_RANK"], own["LOCAL_WORLD_SIZE"] = str(disks[:rank].count(disks[rank])), str(disks.count(disks[rank]))
         process = fork.Process(daemon=True, target=_rank, args=(program, {**everybody, **own, **env}, str(stderr)))
         process.start()
@@ -294,7 +285,7 @@ def _exact(args: Sequence[str]) -> None:
 def exact(args: Sequence[str], output: Path, ranks: int) -> Ended:
     """Run programs/exact.py with this number of ranks, without pauses. No rank may fail."""
     (output / "hurry").touch()
-    end = ended(started(functools.partial(_exact, args), output, ranks, **{contract.Env.WORKER: "0"}), output)
+    end = ended(started(functools.partial(_exact, args), output, ranks, **{Env.WORKER: "0"}), output)
     assert end.codes == [0] * ranks, end.errors
     return end
 
