@@ -128,10 +128,8 @@ def test_a_line_that_draws_over_itself_is_its_last_drawing_on_a_terminal_and_all
     assert [*terminal.drawn("", terminal=False)] == [""]
     bars = "\r  0%|   | 0/60 [?]\r  5%|#  | 3/60 [?]\r        \r{'loss': 1}\r 17%|#  | 10/60 [?]\r 18%|# | 11/60 [?]Warning"
     assert terminal.drawn(bars, terminal=False) == ["{'loss': 1}", " 18%|# | 11/60 [?]Warning"]
-    assert terminal.drawn("0%|| 0/9 []late\rA:  0%|| 0/9 []\rA: 99%|| 9/9 []\x1b[A", terminal=False) == [
-        "0%|| 0/9 []late",
-        "A: 99%|| 9/9 []",
-    ]
+    two = terminal.drawn("0%|| 0/9 []late\rA:  0%|| 0/9 []\rA: 99%|| 9/9 []\x1b[A", terminal=False)
+    assert two == ["0%|| 0/9 []late", "A: 99%|| 9/9 []"]
 
 
 def test_the_panel_on_a_terminal_shows_what_is_safe(evil: fake.FakeBackend, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -194,9 +192,8 @@ def test_what_only_echoes_another_ranks_end_is_one_line_below_the_cause() -> Non
 
 
 def test_a_goodput_without_reported_steps_is_an_upper_bound_and_steps_of_an_epoch_have_no_total() -> None:
-    status = JobStatus(
-        name="job", run="r", state=State.RUNNING, goodput=0.844, told="log", step=20, epoch=3, epoch_steps=32, rate=2.0
-    )
+    known = {"step": 20, "epoch": 3, "epoch_steps": 32, "rate": 2.0, "goodput": 0.844}
+    status = JobStatus(name="job", run="r", state=State.RUNNING, told="log", **known)
     assert (status_page.goodput(status), status_page.steps(status), status.eta_s) == ("at most 84.4 %", "epoch 3, 20/32", None)
     unnamed = status.model_copy(update={"epoch": -1})
     assert status_page.steps(unnamed) == "in an epoch, 20/32"

@@ -128,25 +128,16 @@ def test_cfn_lint_has_nothing_to_say_of_the_stacks() -> None:
 
 
 def test_what_pages_and_examples_name_exists_and_claims_and_accounts_have_the_names_that_jobs_use() -> None:
-    pages = [
-        *ROOT.glob("*.md"),
-        *(ROOT / "docs").rglob("*.md"),
-        *(file for file in (ROOT / "examples").rglob("*.*") if file.suffix != ".pyc"),
-    ]
+    pages = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
+    pages += [file for file in (ROOT / "examples").rglob("*.*") if file.suffix != ".pyc"]
     named = {word for page in pages for word in re.findall(r"examples/aws/[\w/.-]+\.yaml", page.read_text())}
     assert {each for each in named if not (ROOT / each).exists()} == set()
     assert {f"examples/aws/{file.relative_to(AWS)}" for file in AWS.rglob("*.yaml")} <= named
-    made = {
-        each["metadata"]["name"] for name in ("efs", "fsx") for each in documents(name) if each["kind"] == "PersistentVolumeClaim"
-    }
-    assert made == {"efs-pvc", "fsx-pvc"}
+    claims = [each for name in ("efs", "fsx") for each in documents(name) if each["kind"] == "PersistentVolumeClaim"]
+    assert {each["metadata"]["name"] for each in claims} == {"efs-pvc", "fsx-pvc"}
     (storage_class,) = [each for each in documents("efs") if each["kind"] == "StorageClass"]
     assert storage_class["parameters"]["provisioningMode"] == "efs-ap", "else claims with a size stay Pending"
-    accounts = {
-        each["serviceAccountName"]
-        for config in CLUSTERS.values()
-        for each in config["iam"].get("podIdentityAssociations", ())
-        if each.get("createServiceAccount")
-    }
+    associations = [each for config in CLUSTERS.values() for each in config["iam"].get("podIdentityAssociations", ())]
+    accounts = {each["serviceAccountName"] for each in associations if each.get("createServiceAccount")}
     job = yaml.safe_load((ROOT / "examples" / "kubernetes" / "imagenet.yaml").read_text())["spec"]
     assert {job["template"]["spec"]["serviceAccountName"]} == accounts == {"trainer"}

@@ -51,9 +51,8 @@ def test_images_for_training_have_what_the_recipes_need() -> None:
         assert extras, stage
         assert {"store", "kubernetes", "tracking", "data", "llm"} <= set(extras[1].split(",")), stage
     [install] = (line for line in known["neuron"] if "pip install" in line)
-    assert re.search(r"torch\.__version__.* > torch\.txt .*pip install \S* ?--constraint torch\.txt", install), (
-        "AWS's torch stays"
-    )
+    theirs = r"torch\.__version__.* > torch\.txt .*pip install \S* ?--constraint torch\.txt"
+    assert re.search(theirs, install), "AWS's torch stays"
     assert "train" not in re.split(r"[\[\],]", install), "which asks for a torch of its own"
 
 

@@ -84,22 +84,11 @@ def template(name: str) -> Document:
     return dict(found)
 
 
-@functools.cache
-def of_argo() -> jsonschema.Draft7Validator:
-    """Of Argo's WorkflowTemplate, whose `spec` is that of a Workflow, with unknown fields as errors."""
-    whole = json.loads(
-        gzip.decompress((ROOT / "tests" / "shared" / "published" / "argoproj.io_workflowtemplates.json.gz").read_bytes())
-    )
-    return jsonschema.Draft7Validator(closed(whole))
-
-
 def test_the_workflow_is_valid_by_argos_schema_and_its_pods_are_restricted() -> None:
-    document = {**workflow(), "kind": "WorkflowTemplate"}
-    assert [error.message for error in of_argo().iter_errors(document)] == []
-    for change in ({"retryStrategy": {"limits": "3"}}, {"container": {"image": "i", "cmd": []}}, {"serviceaccount": "a"}):
-        wrong = copy.deepcopy(document)
-        wrong["spec"]["templates"][1] |= change
-        assert list(of_argo().iter_errors(wrong)), change
+    published = ROOT / "tests" / "shared" / "published" / "argoproj.io_workflowtemplates.json.gz"
+    of_argo = jsonschema.Draft7Validator(closed(json.loads(gzip.decompress(published.read_bytes()))))
+    document = {**workflow(), "kind": "WorkflowTemplate"}  # whose `spec` is that of a Workflow
+    assert [error.message for error in of_argo.iter_errors(document)] == []
     assert workflow()["spec"]["podMetadata"]["labels"] == labels.NO_SIDECAR
     for each in workflow()["spec"]["templates"]:
         if "container" in each:
