@@ -41,6 +41,7 @@ class FakeBackend:
         self.runs: dict[str, Run] = {}
         self.evaluated: list[tuple[str, list[str]]] = []
         self.chaos_schedule: Path | None = None
+        self.notices: list[str] = []
 
     def submit(self, job: spec.Job, *, source: Path, chaos: Path | None = None, fresh: bool = False, **_: object) -> str:
         name, workers = job.metadata.name, job.spec.workers
