@@ -102,6 +102,7 @@ def check(run: Run, before: CoordinatorState, after: CoordinatorState) -> None:
     pending = before.called if before.called and before.called.generation > generation else None
     new, call = after.world, after.called
     if new is not None and new is not before.world:
+        now = new.at  # by the coordinator's clock, which goes on steadily when the machine's is set
         assert pending is None or new.generation == pending.generation
         assert before.world is None or pending is not None, "a running world is not replaced without a call"
         assert len(new.members) in who_trains.allowed(run.sizes, members.values())
@@ -109,7 +110,8 @@ def check(run: Run, before: CoordinatorState, after: CoordinatorState) -> None:
         assert new.address == members[new.members[0]].address
         assert not {*who_trains.lost(before, now).out} & {*new.members}
         # No step was made in a world that one who holds the state has never taken up.
-        late = [members[id] for id in ranks if id in members and members[id].generation < generation]
+        out = {id for id, loss in before.lost.items() if now < loss.at + loss.held_s}
+        late = [members[id] for id in ranks if id in members.keys() - out and members[id].generation < generation]
         stepped = min([generation, *(m.generation for m in late if m.held)])
         survivors = [id for id in ranks if id in new.members and members[id].generation >= stepped]
         assert list(new.members[: len(survivors)]) == survivors

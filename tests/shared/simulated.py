@@ -419,6 +419,8 @@ class Cluster:
             self.end(pod, closed["code"])
             return
         world, called = told.get("world"), told.get("called")
+        if world and world["generation"] > agent.generation and not called:
+            called = {"generation": world["generation"], "planned": False}  # it has missed the call, as in kubernetes/board.py
         if agent.told_to_leave and agent.standing in ("waiting", "done"):
             self.end(pod, 75)
             return

@@ -255,7 +255,8 @@ class Term:
         if self.state.called is not None or self.state.world is None:
             parked, self._parked = self._parked, {}
             for id, kv in parked.items():
-                if self._seen.pop(id, ("", 0))[1] == kv.modified:  # still the newest
+                if self._seen.get(id, ("", 0))[1] == kv.modified:  # still the newest
+                    del self._seen[id]
                     self._on_report_key(kv)
 
     def _listened(self) -> None:
