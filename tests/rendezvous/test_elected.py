@@ -217,6 +217,24 @@ def test_a_decider_that_is_cut_off_when_all_are_done_says_so_when_it_is_back(ben
     assert member.closed == messages.Closed("worker 0 is done", 0, "JobSucceeded")
 
 
+def test_a_process_that_takes_an_index_and_reports_twice_is_of_the_next_world(bench: Bench) -> None:
+    (candidate, _), one = bench.candidate("it"), bench.member("one", 0)
+    bench.turn(candidate, seconds=5, keep=(one,))
+    trains(bench, one)
+    bench.turn(candidate, seconds=1, keep=(one,))
+    two = bench.member("two", 0)
+    candidate.listed(candidate._store.range(candidate.prefix, prefix=True))
+    candidate._store.loss = 1.0  # type: ignore[attr-defined] # the call is decided, and not yet published
+    with pytest.raises(EtcdAway):
+        candidate.turn()
+    candidate._store.loss = 0.0  # type: ignore[attr-defined]
+    says(two, held=1)
+    bench.turn(candidate, seconds=5, keep=(two,))
+    world = bench.said().world
+    assert world is not None
+    assert (world.generation, world.address) == (2, "two:1")
+
+
 def test_a_member_that_has_something_new_to_say_all_the_time_keeps_its_lease(bench: Bench) -> None:
     member = bench.member("a")
     [key] = bench.etcd.kvs
