@@ -137,7 +137,9 @@ class Place:
         for name in entries:
             _removed(self.directory / name)
             os.rename(tree / name, self.directory / name)
-        files.replace(self.directory / MARKER, marker.text(), durable=True)
+        files.replace(self.staging / MARKER, marker.text(), durable=True)
+        os.rename(self.staging / MARKER, self.directory / MARKER)
+        files.sync(self.directory)
         self._finished = True
         for entry in self.staging.iterdir():
             if entry.name != "lock":  # removed last: its next holder must not see files that we are about to remove
