@@ -54,10 +54,10 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 """Also where a shell has started us in the background, with Ctrl-C ignored: what tests start would inherit that."""
 
 LIBRARIES = ("test_accelerate.", "test_hf.", "test_lightning.", "test_llm.", "test_torchtitan.")
-LIBRARIES += ("test_gpt_runs.", "test_imagenet.", "test_imports.", "test_perceiver.", "test_roles.", "test_spark.")
+LIBRARIES += ("test_gpt.", "test_imagenet.", "test_imports.", "test_perceiver.", "test_roles.", "test_spark.")
 """Modules that import large libraries, with which forks and garbage collections take longer, or that start processes which do."""
 
-JOBS = ("test_examples_pods", "test_push_killed", "test_run_", "test_torchrun", *LIBRARIES)
+JOBS = ("test_push_killed", "test_run_", "test_torchrun", *LIBRARIES)
 """These, and modules whose tests run whole jobs."""
 
 
