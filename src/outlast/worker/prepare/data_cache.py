@@ -141,11 +141,11 @@ class Source:
         directory.mkdir(parents=True, exist_ok=True)
         if not (directory / _LISTING).is_file():
             files.replace(directory / _PARTIAL, json.dumps({"url": listing.url, "size": listing.size}))
-            self._make_room()
+            self._make_room(listing.size)
         return directory / "tree"
 
-    def _make_room(self) -> None:
-        if missing := data_cache_eviction.make(self._cache, 0, things, os.environ):
+    def _make_room(self, needed: int) -> None:
+        if missing := data_cache_eviction.make(self._cache, needed, things, os.environ):
             more = f"{units.human_bytes(missing)} more than OUTLAST_CACHE_SIZE"
             name = f"{self._field} ({self._url})"
             self._say(f"{name} makes the cache {self._cache} larger than it should be: {more} are in use")
@@ -229,7 +229,7 @@ class Web(Source):
                     os.chmod(path, 0o444)
                 size += os.lstat(path).st_size
         files.replace(directory / _LISTING, json.dumps({"url": self._url, "size": size}), durable=True)
-        self._make_room()  # the size was unknown before
+        self._make_room(0)  # the size was unknown before
         return directory.name
 
 
