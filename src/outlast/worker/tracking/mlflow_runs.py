@@ -85,7 +85,8 @@ class MLflow:
         return str(self._client.create_run(experiment, run_name=self._run.name, tags=tags).info.run_id)
 
     def rename(self, name: str) -> str:
-        return _REFUSED.sub("_", name)[:250].replace("/", self._between)
+        parts = (part for part in _REFUSED.sub("_", name)[:250].split("/") if part not in ("", "."))
+        return self._between.join("_" if part == ".." else part for part in parts) or "_"  # MLflow refuses other paths
 
     def send(self, points: Sequence[Point]) -> None:
         metrics = [self._metric(point.name, point.value, int(point.time * 1000), point.step) for point in points]
