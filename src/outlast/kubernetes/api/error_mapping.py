@@ -76,8 +76,13 @@ def error_for(status: int, body: bytes, subject: Subject) -> ClusterError:
     if status >= 500 or (status == 429 and subject.verb != "evict"):
         return Unanswered(f"{cannot}: the API server {subject.server} is not well {answer}; try again later")
     causes = [each for each in details.get("causes") or [] if each.get("field") and each["field"] != "<nil>"]
-    texts = dict.fromkeys(_shortened(f"{each['field']}: {each.get('message', '')}") for each in causes)
+    texts = dict.fromkeys(_shortened(f"{each['field']}: {_cause(str(each.get('message', '')))}") for each in causes)
     return Refused(f"{cannot}: {_shortened('; '.join(texts)) or message}")
+
+
+def _cause(message: str) -> str:
+    """Leave out the value that a long message quotes: a whole pod, whose variables may be secret."""
+    return message.rpartition("}: ")[2] if len(message) >= 120 and message.startswith("Invalid value: ") else message
 
 
 def _status(body: bytes) -> Mapping[str, Any]:
