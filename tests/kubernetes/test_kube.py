@@ -102,6 +102,8 @@ QUOTA = 'pods "x" is forbidden: exceeded quota: q, requested: pods=1, used: pods
 WEBHOOK = 'admission webhook "policy.acme.io" denied the request: no pods\non Fridays'
 PATCH = "failed to create typed patch object (a/b; batch/v1, Kind=Job): .spec.x: field not declared in schema"
 UNKNOWN = "the server could not find the requested resource"
+SPEC, JSON = "core.Spec{" + "X:0, " * 40 + "}", json.dumps({"x": "}: y" * 40})
+LONG_RULE = f"metadata.name is longer than 51 characters; {'shorten it, ' * 10}since: workers are called so"
 
 
 def invalid(field: str, message: str) -> tuple[int, object]:
@@ -121,7 +123,9 @@ def invalid(field: str, message: str) -> tuple[int, object]:
             errors.Refused,
             'cannot be applied: failed calling webhook "w": x',
         ),
-        (invalid("spec.template", f"core.Spec{{{'X:0, ' * 400}}}: field is immutable"), errors.Refused, "}: field is immutable"),
+        (invalid("spec.template", f"{SPEC}: field is immutable"), errors.Refused, "applied: spec.template: field is immutable"),
+        (invalid("spec.a", f"{JSON}: is: immutable"), errors.Refused, "cannot be applied: spec.a: is: immutable"),
+        (invalid("metadata.name", LONG_RULE), errors.Refused, f"cannot be applied: metadata.name: {LONG_RULE}"),
         (invalid("metadata.name", "too long"), errors.Refused, "cannot be applied: metadata.name: Invalid value: too long"),
         (apiserver.status(500, "", PATCH), errors.Refused, ".spec.x: field not declared in schema"),
         (apiserver.status(409, "AlreadyExists", "exists"), errors.Taken, "Job train in namespace team-a exists already"),

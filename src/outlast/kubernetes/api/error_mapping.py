@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from collections.abc import Mapping
@@ -81,8 +82,16 @@ def error_for(status: int, body: bytes, subject: Subject) -> ClusterError:
 
 
 def _cause(message: str) -> str:
-    """Leave out the value that a long message quotes: a whole pod, whose variables may be secret."""
-    return message.rpartition("}: ")[2] if len(message) >= 120 and message.startswith("Invalid value: ") else message
+    """Return the cause in a message, such as `field is immutable` in `Invalid value: {a whole pod}: field is immutable`, because
+    the value may hold secrets. A CEL rule's message is returned unchanged."""
+    rest = message.removeprefix("Invalid value: ")
+    if len(message) < 120 or rest == message:
+        return message
+    with contextlib.suppress(ValueError):  # no value, or a value in Go's format: core.PodSpec{...}
+        _, end = json.JSONDecoder().raw_decode(rest)
+        if rest.startswith(": ", end):
+            return rest[end + 2 :]
+    return rest.rpartition("}: ")[2]
 
 
 def _status(body: bytes) -> Mapping[str, Any]:
