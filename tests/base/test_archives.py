@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import io
 import random
 import shutil
@@ -147,6 +148,8 @@ def test_of_several_entries_with_one_name_the_last_counts(tmp_path: Path, unpack
         (a_tar, an_entry("a/l", tarfile.SYMTYPE, to="../../x"), "'a/l', a link to ../../x, outside of it"),
         (a_tar, an_entry("a/l", tarfile.SYMTYPE, to="../../into/x"), "'a/l', a link to ../../into/x, outside of it"),
         (a_tar, an_entry("l", tarfile.LNKTYPE, to="/etc/passwd"), "'/etc/passwd', a path outside of it"),
+        (a_tar, an_entry("l", tarfile.LNKTYPE, to="nothing"), "'l', a link to nothing, which is no file of it"),
+        (a_tar, an_entry("l", tarfile.LNKTYPE, to="."), "'l', a link to ., which is no file of it"),
         (a_tar, an_entry("null", tarfile.CHRTYPE), "'null', a device or pipe"),
         (a_tar, an_entry("pipe", tarfile.FIFOTYPE), "'pipe', a device or pipe"),
         (a_zip, (a_zip_entry("/etc/passwd", 0o100644), b""), "'/etc/passwd', a path outside of it"),
@@ -189,6 +192,22 @@ def test_bombs_are_refused_by_what_they_unpack_to(tmp_path: Path, refused, unpac
         monkeypatch.setattr(archives, "MAX_ENTRIES", 0)
         assert refused(archive).startswith("code (x) holds more than 1.0 MiB or 0 entries, the limit here; ")
         monkeypatch.undo()
+
+
+@pytest.mark.parametrize("kind", [tarfile.XHDTYPE, tarfile.GNUTYPE_LONGNAME])
+def test_a_header_that_says_it_is_endless_is_not_read(tmp_path: Path, refused, kind: bytes):
+    header = an_entry("long", kind)
+    header.size = 1 << 40
+    archive = tmp_path / "a.tar.gz"
+    archive.write_bytes(gzip.compress(header.tobuf(tarfile.GNU_FORMAT) + bytes(10240)))
+    assert "is no tar archive, or is damaged: it has a header of 1099511627776 bytes; make" in refused(archive)
+
+
+def test_what_follows_the_end_is_read_within_the_limit(tmp_path: Path, refused, monkeypatch):
+    monkeypatch.setattr(archives, "MAX_BYTES", 1 << 20)
+    whole = gzip.decompress(a_tar(tmp_path / "a.tgz", ("a.py", b"")).read_bytes())
+    (archive := tmp_path / "b.tgz").write_bytes(gzip.compress(whole + bytes(2 << 20)))
+    assert refused(archive).startswith("code (x) holds more than 1.0 MiB or 100,000 entries, the limit here; ")
 
 
 def test_an_encrypted_zip_archive_is_refused(tmp_path: Path, refused):

@@ -37,6 +37,9 @@ TARS = (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tbz", ".tbz2", ".tar.xz", ".txz
 COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
 _CHUNK = 1 << 20
 _LINK_BYTES = 4096
+_HEADER_BYTES = 1 << 20
+"""Maximum length in bytes of a header's text, such as a long name. Without a limit, tarfile would read any length into memory."""
+_TEXTS = (tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK, tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.SOLARIS_XHDTYPE)
 _DAMAGED = (tarfile.TarError, zipfile.BadZipFile, zlib.error, lzma.LZMAError, EOFError)
 _DAMAGED_HEADERS = (ValueError, LookupError, ArithmeticError, RuntimeError)  # tarfile and zipfile trust them
 _UNFIT = (None, errno.EINVAL, errno.ENOENT, errno.EEXIST, errno.EISDIR, errno.ENOTDIR, errno.ENAMETOOLONG, errno.EILSEQ)
@@ -66,6 +69,10 @@ class Budget:
         self._size = self._entries = 0
         self._stop = stop or threading.Event()
 
+    def fresh(self) -> Budget:
+        """Return a budget with the same limits, of which nothing is spent."""
+        return Budget(self.name, size=self._limits[0], entries=self._limits[1], stop=self._stop)
+
     def spend(self, *, size: int = 0, entries: int = 0) -> None:
         """Count bytes or entries before they are written."""
         self._size += size
@@ -85,7 +92,7 @@ def extract(archive: Path, into: Path, budget: Budget, *, kind: str = "") -> Non
     kind = kind or ("zip" if archive.name.lower().endswith(".zip") else "tar")
     links: dict[Path, str] = {}
     with _reported(f"{budget.name} is no {kind} archive, or is damaged"), open(archive, "rb") as file:
-        for member, content in _zip(file) if kind == "zip" else _tar(file):
+        for member, content in _zip(file) if kind == "zip" else _tar(file, budget):
             budget.spend(entries=1)
             path = _inside(into, member.name, budget.name)
             if member.isdir():
@@ -102,7 +109,10 @@ def extract(archive: Path, into: Path, budget: Budget, *, kind: str = "") -> Non
                 mtime = min(float(member.mtime), time.time())  # so that files that the job writes are newer
                 os.utime(path, (mtime, mtime))
             elif member.islnk():
-                os.link(_inside(into, member.linkname, budget.name), path)
+                source = _inside(into, member.linkname, budget.name)
+                if not source.is_file():
+                    _refuse(budget.name, member.name, f"a link to {member.linkname}, which is no file of it")
+                os.link(source, path)
             elif member.issym():
                 links[path] = member.linkname
             else:
@@ -184,23 +194,28 @@ def _zip(file: IO[bytes]) -> Iterator[tuple[tarfile.TarInfo, IO[bytes] | None]]:
 class _Member(tarfile.TarInfo):
     @classmethod
     def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> Self:
-        """Parse a header. Raises ReadError if it is damaged or cut short, which tarfile would take for the end."""
+        """Parse a header. Raises ReadError if it announces too long a text, or is damaged or cut short, which tarfile would take
+        for the end."""
         try:
-            return super().frombuf(buf, encoding, errors)
+            member = super().frombuf(buf, encoding, errors)
         except tarfile.HeaderError as problem:
             if buf == bytes(tarfile.BLOCKSIZE):  # a real end
                 raise
             raise tarfile.ReadError(str(problem)) from problem
+        if member.type in _TEXTS and member.size > _HEADER_BYTES:
+            raise tarfile.ReadError(f"it has a header of {member.size} bytes")
+        return member
 
 
-def _tar(file: IO[bytes]) -> Iterator[tuple[tarfile.TarInfo, IO[bytes] | None]]:
+def _tar(file: IO[bytes], budget: Budget) -> Iterator[tuple[tarfile.TarInfo, IO[bytes] | None]]:
     with _decompressed(file) as stream:
         with tarfile.TarFile(fileobj=stream, tarinfo=_Member) as archive:
             while (member := archive.next()) is not None:
                 archive.members.clear()  # type: ignore[attr-defined] # otherwise it would keep all members in memory
                 yield member, archive.extractfile(member) if member.isfile() else None
-        while stream.read(_CHUNK):  # read to the checksum at the end of a compressed file
-            pass
+        rest = budget.fresh()  # it is not written, only read to the checksum at the end of a compressed file
+        while data := stream.read(_CHUNK):
+            rest.spend(size=len(data))
 
 
 def _decompressed(file: IO[bytes]) -> IO[bytes]:
