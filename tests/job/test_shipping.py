@@ -212,6 +212,14 @@ def test_links_and_the_right_to_execute_are_kept(tmp_path: Path) -> None:
         assert {(member.uid, member.gid, member.uname, member.mtime) for member in tar} == {(0, 0, "", 0)}
 
 
+def test_a_link_to_itself_is_shipped_and_a_full_disk_is_one_sentence(tmp_path: Path) -> None:
+    root = write(tmp_path / "root", {"a.py": ""})
+    (root / "loop").symlink_to("loop")
+    assert names(root) == ["a.py", "loop"]
+    with pytest.raises(OutlastError, match=r"^code: /dev/full cannot be written: No space left on device; make room there"):
+        code_files.pack(root, Path("/dev/full"))
+
+
 @pytest.mark.parametrize(
     ("name", "target"), [("data", "/etc/passwd"), ("up", "../secret"), ("lib/up", "../../secret"), ("way", "door/secret")]
 )

@@ -83,7 +83,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Listing:
-    """What is in a code directory. Names are paths below it, with slashes."""
+    """The content of a code directory. Names are paths below it, with slashes."""
 
     entries: list[Entry] = field(default_factory=list)
     withheld: list[str] = field(default_factory=list)
@@ -184,15 +184,23 @@ def biggest(entries: Sequence[Entry]) -> str:
 def pack(root: Path, into: Path, *, but: Collection[Path] = (), room: int | None = None) -> Listing:
     """Pack a code directory into a new `.tar.gz`, and return its listing. Stops once the archive exceeds `room` bytes.
 
-    Raises OutlastError in the same cases as `listed`, and for a file that changes meanwhile.
+    Raises OutlastError in the same cases as `listed`, for a file that changes meanwhile, and if the archive cannot be written.
     """
     listing = listed(root, but)
+    try:
+        _write(root, listing.entries, into, room)
+    except OSError as problem:  # a full disk may show only when the archive is closed
+        raise OutlastError(f"code: {into} cannot be written: {problem.strerror}; make room there, or {REMEDY}") from problem
+    return listing
+
+
+def _write(root: Path, entries: Sequence[Entry], into: Path, room: int | None) -> None:
     with (
         open(into, "wb") as out,
         gzip.GzipFile("", "wb", compresslevel=6, fileobj=out, mtime=0) as zipped,
         tarfile.open(fileobj=zipped, mode="w", format=tarfile.PAX_FORMAT, encoding="utf-8", errors="surrogateescape") as tar,
     ):
-        for entry in listing.entries:
+        for entry in entries:
             try:
                 _add(tar, root, entry)
             except OSError as problem:
@@ -201,7 +209,6 @@ def pack(root: Path, into: Path, *, but: Collection[Path] = (), room: int | None
                 raise OutlastError(f"code: {root / entry.name} cannot be packed: {reason}; {remedy}") from problem
             if room is not None and out.tell() > room:
                 break
-    return listing
 
 
 def _add(tar: tarfile.TarFile, root: Path, entry: Entry) -> None:
@@ -254,7 +261,7 @@ def _target(top: Path, name: str, links_out: bool, listing: Listing) -> str:
     link = top / name
     target = os.readlink(link)
     lexical = os.path.normpath(os.path.join(os.path.dirname(name), target))
-    leads_out = not link.resolve().is_relative_to(top)
+    leads_out = not Path(os.path.realpath(link)).is_relative_to(top)  # `resolve` raises RuntimeError for a loop
     if not (os.path.isabs(target) or lexical.split("/")[0] == ".." or leads_out):
         return target
     if links_out:
