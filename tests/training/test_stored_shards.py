@@ -255,6 +255,22 @@ def test_a_shard_that_was_cut_off_is_replaced_and_never_removed(home: Path, tmp_
 # Room
 
 
+def test_a_process_that_stands_still_is_waited_for_no_longer_than_a_while(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    def claimed() -> bool:
+        with data_cache_eviction.claimed(tmp_path, "ab", 10, lambda _: [], {}) as (path, _):
+            return path is not None
+
+    with data_cache_eviction.claimed(tmp_path, "ab", 10, lambda _: [], {}) as (path, _):
+        assert path is not None
+        path.write_bytes(b"begun")
+        os.utime(path.parent, (0, 0))
+        assert (claimed(), caplog.messages) == (False, []), "it writes"
+        for each in (path, path.parent):
+            os.utime(each, (0, 0))
+        assert claimed()
+    assert caplog.messages == ["outlast: the process that fetches ab.10 has not written for 60 s: it is fetched again"]
+
+
 def test_what_a_killed_process_was_fetching_goes_and_names_that_are_not_ours_stay(tmp_path: Path):
     for name in ("notes.d", f"{'ab' * 32}.100"):
         (tmp_path / "coming" / name).mkdir(parents=True)

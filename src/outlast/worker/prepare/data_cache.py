@@ -141,7 +141,7 @@ class Source:
         directory.mkdir(parents=True, exist_ok=True)
         if not (directory / _LISTING).is_file():
             files.replace(directory / _PARTIAL, json.dumps({"url": listing.url, "size": listing.size}))
-            self._make_room(listing.size)
+            self._make_room(sum(entry.size for entry in listing.entries if not (directory / "tree" / entry.key).exists()))
         return directory / "tree"
 
     def _make_room(self, needed: int) -> None:

@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import os
 import re
 import shutil
+import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,6 +25,10 @@ from outlast.base import file_locks, units
 from outlast.base.errors import OutlastError
 from outlast.job.contract import Env
 
+log = logging.getLogger("outlast")
+
+_STILL_S = 60.0
+"""Seconds without a write after which another process fetches the shard, too. Longer than a store's retries take."""
 _SHARE = 0.5
 """Share of the disk that the cache may use without OUTLAST_CACHE_SIZE. Arbitrary."""
 _SPARE = 0.05
@@ -76,12 +82,13 @@ def make(cache: Path, needed: int, things: Things, environ: Mapping[str, str]) -
 @contextlib.contextmanager
 def claimed(cache: Path, sha256: str, size: int, things: Things, environ: Mapping[str, str]) -> Iterator[tuple[Path | None, int]]:
     """Make room for a shard, and keep other processes from fetching it meanwhile. Yields the path for the shard (None if another
-    process is fetching it, or has just fetched it), and the number of bytes that do not fit."""
+    process is fetching it, or has just fetched it), and the number of bytes that do not fit. A process that has not written for
+    `_STILL_S` is ignored."""
     with contextlib.ExitStack() as claim:
         with file_locks.attempted(cache / ".room", wait=True):  # so that no process removes the directory before it is locked
             home = cache / "coming" / f"{sha256}.{size}"
             home.mkdir(parents=True, exist_ok=True)
-            acquired = claim.enter_context(file_locks.attempted(home))
+            acquired = claim.enter_context(file_locks.attempted(home)) or _still(home)
             acquired = acquired and not any(thing.path.name == sha256 and thing.size == size for thing in shards(cache))
             missing = _evict(cache, 0, things, environ) if acquired else 0
         # A unique name, since a thread from an earlier attempt may still be writing.
@@ -90,6 +97,17 @@ def claimed(cache: Path, sha256: str, size: int, things: Things, environ: Mappin
             yield path if acquired else None, missing
         finally:
             path.unlink(missing_ok=True)  # a partial or damaged file, which the next attempt would not reuse
+
+
+def _still(home: Path) -> bool:
+    """Return whether the process that fetches a shard has stopped writing, e.g. because of SIGSTOP."""
+    newest = home.stat().st_mtime
+    for path in home.iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            newest = max(newest, path.stat().st_mtime)
+    if still := time.time() - newest > _STILL_S:
+        log.warning("outlast: the process that fetches %s has not written for %.0f s: it is fetched again", home.name, _STILL_S)
+    return still
 
 
 def _evict(cache: Path, needed: int, things: Things, environ: Mapping[str, str]) -> int:
