@@ -108,6 +108,10 @@ def test_a_package_that_is_developed_beside_the_job_counts_by_its_files(tmp_path
     assert fingerprint() == before
     os.utime(tmp_path / "lib" / "a.py", (4e9, 4e9))
     assert fingerprint() != before
+    (tmp_path / "lib" / "pyproject.toml").write_text("")
+    described = fingerprint()
+    os.utime(tmp_path / "lib" / "pyproject.toml", (1, 1))
+    assert fingerprint() != described, "older than a.py, but another file"
 
 
 @pytest.mark.parametrize(

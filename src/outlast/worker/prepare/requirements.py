@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,6 +15,8 @@ _COMMENT = re.compile(r"(^|\s+)#.*$")
 _OPTION = re.compile(r"(-r|--requirement|-c|--constraint|-e|--editable|-f|--find-links)(?:\s*=\s*|\s+|(?<=-[rcef]))(.+)")
 _EXTRA = re.compile(r"\[[^]]*\]$")
 _WHEELS = (".whl", ".tar.gz", ".zip")
+_LISTED = 10_000
+"""Maximum number of files from a local package in the fingerprint."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +38,7 @@ class Requirements:
     def fingerprint(self) -> list[object]:
         """Return a value that changes with the environment made from these requirements."""
         local = [Path(_EXTRA.sub("", line)) for line in self.lines if line.startswith("/")]
-        return [self.lines, self.constraints, [_changed_ns(path) for path in local]]
+        return [self.lines, self.constraints, [list(_stat(path)) for path in local]]
 
     def write(self, path: Path) -> Path:
         """Write the file, and a second file for any constraints; `read` reads both. Returns the path."""
@@ -90,6 +93,17 @@ def _absolute(value: str, directory: Path, flag: str) -> str:
     return value
 
 
-def _changed_ns(path: Path) -> int:
-    """Return when a local package has changed: a file, or a directory with Python files."""
-    return max((file.stat().st_mtime_ns for file in (path, *path.rglob("*.py")) if file.is_file()), default=0)
+def _stat(path: Path) -> Iterator[tuple[str, int, int]]:
+    """Yield the name, size and mtime of a file, or of each file in a directory."""
+    if path.is_file():
+        yield path.name, path.stat().st_size, path.stat().st_mtime_ns
+        return
+    count = 0
+    for directory, names, others in os.walk(path):
+        names[:] = sorted(n for n in names if not n.startswith(".") and n not in ("__pycache__", "build") and "egg-info" not in n)
+        for name in sorted(others):
+            file = Path(directory, name)
+            count += 1
+            if count > _LISTED:
+                return
+            yield str(file.relative_to(path)), file.lstat().st_size, file.lstat().st_mtime_ns
