@@ -339,7 +339,6 @@ PULLING = a_pod(
     startTime="2027-01-15T07:58:20Z",
 )
 NO_KEY = "couldn't find key TOKEN in Secret team/hf"
-FULL = "0/1 nodes are available: 1 Too many pods."
 KILLED = ("Killing", "Container worker failed liveness probe, will be restarted")
 ROOT = ": the image wants to run as root, and the pod may not"
 NOT_STARTED = (
