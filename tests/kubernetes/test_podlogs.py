@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import queue
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from http.server import BaseHTTPRequestHandler
@@ -57,6 +59,7 @@ class Cluster:
         self.lines: dict[tuple[str, int], list[str]] = {}
         self.cuts = list(cuts)
         self.after_cut: list[Any] = []
+        self.changes: queue.SimpleQueue[kube.Change] = queue.SimpleQueue()
         self.lock = threading.Lock()
 
     def find(self, kind: kinds.Kind, name: str, *, namespace: str) -> Document | None:
@@ -64,6 +67,11 @@ class Cluster:
 
     def list_(self, kind: kinds.Kind, *, labels: str) -> list[Document]:
         return list(self.pods.values())
+
+    def watch(self, kind: kinds.Kind, *, labels: str, stop: kube.Stop) -> Iterator[kube.Change]:
+        while not stop.is_set():
+            with contextlib.suppress(queue.Empty):
+                yield self.changes.get(timeout=0.01)
 
     def logs(self, pod: str, options: kube.LogOptions, **_: Any) -> Iterator[str]:
         previous, since, tail = options.previous, options.since, options.tail
@@ -151,12 +159,31 @@ def test_new_pods_are_followed_and_waiting_is_explained() -> None:
     cluster = Cluster(waiting)
     cluster.lines["p", 0] = [at(1, "here")]
 
-    timer = threading.Timer(0.2, lambda: cluster.pods.update(p=done("p", index=3)))
+    def begin() -> None:
+        cluster.pods["p"] = done("p", index=3)
+        cluster.changes.put(kube.Change("modified", cluster.pods["p"]))
+
+    timer = threading.Timer(0.2, begin)
     timer.start()
     lines, said = followed(cluster)
     timer.join()
     assert lines == [LogLine(3, "here")]
     assert said == ["worker 0 cannot be scheduled: no GPU"]
+
+
+def test_a_pod_that_lives_between_two_looks_at_the_job_is_followed(monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = Cluster(a_pod("p"), a_pod("q"))
+    cluster.lines = {("p", 0): [at(1, "stays")], ("q", 0): [at(2, "short")]}
+    for change in ("modified", "deleted"):
+        cluster.changes.put(kube.Change(change, a_pod("q")))
+    monkeypatch.setattr(cluster, "list_", lambda *_, **__: [cluster.pods["p"]])
+    lines = podlogs.Follower(cluster, "job=train", lambda: "short" in read).lines()  # type: ignore[arg-type]
+    read: list[str] = []
+    for line in lines:
+        read.append(line.text)
+        cluster.pods["p"] = done("p") if "short" in read else cluster.pods["p"]
+        cluster.pods["q"] = done("q")
+    assert sorted(read) == ["short", "stays"]
 
 
 def test_what_the_kubelet_says_in_place_of_a_log_is_no_line() -> None:

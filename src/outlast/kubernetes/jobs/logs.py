@@ -77,9 +77,13 @@ def _existing_lines(
                     yield stamped[0], LogLine(index, stamped[1])
 
 
+_Item = LogLine | tuple[api.Document, bool] | str | BaseException | None
+"""A line; a pod, and whether it was there when the following began; a sentence for `say`; an error; or the end of a thread."""
+
+
 @dataclass
 class Follower:
-    """Follows pods' logs. One thread polls the pods and whether the job is over, and one per pod reads its log."""
+    """Follows pods' logs. One thread watches the pods, one polls whether the job is over, and one per pod reads its log."""
 
     cluster: api.Cluster
     labels: str
@@ -95,8 +99,8 @@ class Follower:
     """Called with each new reason for waiting, and when the cluster does not answer."""
 
     def __post_init__(self) -> None:
-        self._stop, self._job_is_over = api.Stop(), threading.Event()
-        self._items: queue.Queue[LogLine | _Seen | str | BaseException | None] = queue.Queue(_QUEUE)
+        self._stop, self._job_is_over, self._pods_exist = api.Stop(), threading.Event(), False
+        self._items: queue.Queue[_Item] = queue.Queue(_QUEUE)
         self._readers: dict[str, _Reader] = {}
         self._threads: list[threading.Thread] = []
         self._reported: dict[str, str] = {}
@@ -113,8 +117,8 @@ class Follower:
                     item = self._items.get(timeout=_PAUSE_S)
                 if isinstance(item, LogLine):
                     yield item
-                elif isinstance(item, _Seen):
-                    self._handle_pod(item)
+                elif isinstance(item, tuple):
+                    self._handle_pod(*item)
                 elif isinstance(item, str):
                     self.say(item)
                 elif isinstance(item, BaseException):
@@ -135,7 +139,7 @@ class Follower:
         reads = any(thread.is_alive() for thread in self._threads)
         return self._job_is_over.is_set() and not reads and self._items.empty()
 
-    def _put(self, item: LogLine | _Seen | str | BaseException | None) -> None:
+    def _put(self, item: _Item) -> None:
         while not self._stop.is_set():
             with contextlib.suppress(queue.Full):
                 self._items.put(item, timeout=_PAUSE_S)
@@ -153,45 +157,52 @@ class Follower:
         thread.start()
         return thread
 
+    def _watch(self) -> None:
+        while not self._stop.is_set():
+            with contextlib.suppress(Unanswered):  # from the first list; after that, the watch retries
+                for change in self.cluster.watch(kinds.POD, labels=self.labels, stop=self._stop):
+                    if change.type != "deleted":
+                        self._put((change.document, False))
+            self._stop.wait(_PAUSE_S)
+
     def _poll(self) -> None:
         first, waiting = True, ""
         while not self._stop.is_set():
-            # Whether the job is over is asked first, so that the last list has all its pods.
+            # Whether the job is over is asked first, so that the last list has all its pods. Before that, pods are watched.
             over, pods = backoff.until_answered(
-                lambda: (self.is_over(), self.cluster.list_(kinds.POD, labels=self.labels)),
+                lambda: (
+                    over := self.is_over(),
+                    self.cluster.list_(kinds.POD, labels=self.labels) if over or not self._pods_exist else (),
+                ),
                 self._put,
                 every_s=_POLL_S,
                 hopeless=lambda error: self._stop.is_set() or not isinstance(error, Unanswered),
             )
             for pod in pods:
-                self._put(_Seen(pod, first))
+                self._put((pod, first))
+            self._pods_exist = self._pods_exist or bool(pods)
             if over:
                 self._job_is_over.set()
                 return
-            if not pods and waiting != (waiting := f"waiting for pods: {self.no_pods_reason()}"):
+            if first:
+                self._run(self._watch)
+            if not self._pods_exist and waiting != (waiting := f"waiting for pods: {self.no_pods_reason()}"):
                 self._put(waiting)
             first = False
             self._stop.wait(_POLL_S)
 
-    def _handle_pod(self, seen: _Seen) -> None:
+    def _handle_pod(self, pod: api.Document, first: bool) -> None:
         """Start reading a pod's log once the pod has started; until then, report why the pod is waiting."""
-        pod, uid = seen.pod, seen.pod["metadata"]["uid"]
+        uid = pod["metadata"]["uid"]
         if uid in self._readers or not self.selected(pod):
             return
         if pod_status.has_started(pod):
-            tail, since_s = (self.tail, self.since_s) if seen.first else (None, None)
+            tail, since_s = (self.tail, self.since_s) if first else (None, None)
             reader = self._readers[uid] = _Reader(self.cluster, pod, self._put, self._stop, tail=tail, since_s=since_s)
             self._threads.append(self._run(reader.read))
         elif (why := pod_status.waiting_reason(pod)) and self._reported.get(uid) != why:
             self._reported[uid] = why
             self.say(f"worker {pod_status.index(pod)} {why}")
-
-
-@dataclass(frozen=True)
-class _Seen:
-    pod: api.Document
-    first: bool
-    """Whether the pod was there when the following began."""
 
 
 class _Reader:
