@@ -157,12 +157,35 @@ def test_a_namespace_that_was_there_before_stays_as_it_was(dry_run: bool) -> Non
     assert cluster.get(kinds.NAMESPACE, "outlast-system") == before
 
 
-def test_what_is_being_deleted_is_told_and_nothing_put_into_it() -> None:
+def test_what_is_being_deleted_is_told_and_nothing_put_into_it(monkeypatch: pytest.MonkeyPatch) -> None:
     going = kinds.NAMESPACE.document({"name": "outlast-system", "deletionTimestamp": "2026-11-21T16:00:00Z"})
     cluster = established(FakeCluster(going))
-    with pytest.raises(ClusterError, match="Namespace outlast-system is being deleted; install again when it is gone"):
+    monkeypatch.setattr(installation, "_DELETED_S", 0.05)
+    with pytest.raises(ClusterError, match="Namespace outlast-system is still being deleted; kubectl describe says what holds"):
         bring(cluster)
     assert cluster.order == []
+
+
+@pytest.mark.parametrize("dry_run", [True, False])
+def test_installing_right_after_uninstalling_waits_for_the_definition_to_be_gone(
+    dry_run: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(installation, "_POLL_S", 0.01)
+    cluster = installed()
+    kind, name = kinds.CRD, kinds.ELASTIC_JOB.resource
+    going = {**(old := cluster.get(kind, name)), "metadata": {**old["metadata"], "deletionTimestamp": "2026-11-21T16:00:00Z"}}
+    left, find = [going, going], cluster.find
+
+    def found(*asked: Any, **where: Any) -> Document | None:
+        if asked != (kind, name) or not left:
+            return find(*asked, **where)
+        cluster.documents.pop((kind.resource, "", name), None)
+        return left.pop()
+
+    monkeypatch.setattr(cluster, "find", found)
+    told = bring(cluster, dry_run=dry_run)
+    assert [each for each in told if not each.startswith("unchanged")] == [f"created    {WHOLE[1]}"]
+    assert cluster.order.count(f"apply CustomResourceDefinition {name}") == 1 + (not dry_run)
 
 
 def test_another_operators_rights_are_neither_taken_nor_deleted() -> None:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from outlast.kubernetes.api import Cluster
     from outlast.kubernetes.diagnosis import Finding
 
-_ESTABLISHED_S = 60.0
+_ESTABLISHED_S, _DELETED_S, _POLL_S = 60.0, 120.0, 0.5
 
 
 @dataclass(frozen=True)
@@ -76,8 +76,7 @@ def ensure(cluster: Cluster, desired: Sequence[Document], *, dry_run: bool = Fal
             continue
         old = apply_documents.existing(cluster, document)
         if old is not None and old["metadata"].get("deletionTimestamp"):
-            title = f"{document['kind']} {document['metadata']['name']}"
-            raise ClusterError(f"{title} is being deleted; install again when it is gone (kubectl describe says what holds it)")
+            old = None if dry_run else _after_deletion(cluster, document)
         if old is not None and not ownership.owned(old):
             yield Outcome("unchanged", document, "it was there before")
             continue
@@ -103,6 +102,16 @@ def _check_single_operator(cluster: Cluster, namespace: str) -> None:
             f"the operator of this cluster is in namespace {other}; pass --namespace {other}, "
             f"or take it away first: outlast uninstall --namespace {other}"
         )
+
+
+def _after_deletion(cluster: Cluster, document: Document) -> Document | None:
+    """Wait until an object is deleted. Returns None, or the object that has taken its place."""
+    with within(_DELETED_S) as stop:
+        while (now := apply_documents.existing(cluster, document)) and now["metadata"].get("deletionTimestamp"):
+            if stop.wait(_POLL_S):
+                title = f"{document['kind']} {document['metadata']['name']}"
+                raise ClusterError(f"{title} is still being deleted; kubectl describe says what holds it; install again then")
+    return now
 
 
 def _wait_established(cluster: Cluster, name: str) -> None:
