@@ -207,7 +207,7 @@ def test_a_deadline_of_0_which_the_archived_definition_let_in_is_none() -> None:
 
 
 def test_what_cannot_be_honoured_is_said() -> None:
-    job = a_job(200, policy="Always", rdzvEndpoint="etcd-service:2379")
+    job = a_job(200, policy="Always", rdzvEndpoint="etcd-service:2379", schedulingPolicy={"minAvailable": 2})
     job["spec"]["replicaSpecs"] |= {"Master": {"replicas": 1}}
     spec = job["spec"]["replicaSpecs"]["Worker"]["template"]["spec"]
     spec["restartPolicy"] = "Never"
@@ -215,6 +215,7 @@ def test_what_cannot_be_honoured_is_said() -> None:
     assert limits(job) == [
         f"rdzvEndpoint etcd-service:2379 is not used: workers meet at {WORKER_0}",
         "replicaSpecs.Master is not used: torchrun has workers only; add its replicas to those of replicaSpecs.Worker",
+        "schedulingPolicy.minAvailable (2) is not used: workers start one by one, and training with minReplicas",
         "replicas (200) is not within minReplicas and maxReplicas (1 to 128): 128 is used",
         "restartPolicy Never of the template is not used: replicaSpecs.Worker.restartPolicy is Always",
         "restartPolicy Always restarts workers that have succeeded, so the job never ends; write ExitCode or OnFailure",

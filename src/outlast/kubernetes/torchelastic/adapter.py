@@ -126,6 +126,8 @@ def unsupported(job: Document) -> Iterator[str]:
     for kind in fields["replicaSpecs"]:
         if kind != "Worker":
             yield f"replicaSpecs.{kind} is not used: torchrun has workers only; add its replicas to those of replicaSpecs.Worker"
+    if (gang := (fields.get("schedulingPolicy") or {}).get("minAvailable")) is not None:
+        yield f"schedulingPolicy.minAvailable ({gang}) is not used: workers start one by one, and training with minReplicas"
     requested, (minimum, used, maximum) = torchrun_pod.count(worker, "replicas", 1), sizes(job)
     if requested != used:
         yield f"replicas ({requested}) is not within minReplicas and maxReplicas ({minimum} to {maximum}): {used} is used"
