@@ -237,6 +237,17 @@ def test_several_kubeconfigs_are_one(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert (found.context, found.namespace, found.server) == ("far", "n", "http://c:1")
 
 
+@pytest.mark.parametrize("kind", ["cluster", "user"])
+def test_a_context_that_names_what_is_not_there_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    path = apiserver.kubeconfig(tmp_path / "config", "http://c:1")
+    path.write_text(json.dumps({**json.loads(path.read_text()), f"{kind}s": []}))
+    monkeypatch.setenv("KUBECONFIG", str(path))
+    with pytest.raises(
+        errors.NoCluster, match=f"context here names the {kind} {kind[0]}, which the kubeconfig lacks; correct it"
+    ):
+        kube.connect()
+
+
 def test_login_programs_are_run_and_their_failures_told(
     api: apiserver.ApiServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

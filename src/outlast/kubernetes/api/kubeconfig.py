@@ -71,7 +71,7 @@ def read(paths: list[Path]) -> dict[str, Any]:
 
 
 def context_name(config: Mapping[str, Any], context: str | None) -> str:
-    """Return the selected context's name. Raises NoCluster if the context does not exist."""
+    """Return the selected context's name. Raises NoCluster if the context does not exist or is incomplete."""
     contexts = [entry["name"] for entry in config["contexts"]]
     selected = context or config["current-context"]
     names = f"there are {', '.join(contexts)}" if contexts else "the kubeconfig has none"
@@ -79,6 +79,12 @@ def context_name(config: Mapping[str, Any], context: str | None) -> str:
         raise NoCluster(f"the kubeconfig has no current context; choose one with --context: {names}")
     if selected not in contexts:
         raise NoCluster(f"there is no context {selected} in the kubeconfig; {names}")
+    fields = next(entry["context"] for entry in config["contexts"] if entry["name"] == selected)
+    for key in ("cluster", "user"):
+        if (value := fields.get(key)) and value not in [entry["name"] for entry in config[f"{key}s"]]:
+            raise NoCluster(
+                f"context {selected} names the {key} {value}, which the kubeconfig lacks; correct it, or log in again"
+            )
     return str(selected)
 
 
