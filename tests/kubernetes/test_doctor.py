@@ -356,6 +356,24 @@ def test_an_image_is_looked_at_from_inside() -> None:
     assert passing >= {"python", "outlast", "torch", "obstore", "bytecode", "command"}
 
 
+@pytest.mark.parametrize(
+    ("said", "remedy"),
+    [
+        ("CUDA error: no kernel image is available for execution on the device", "use a torch that is built for this GPU"),
+        ("CUDA error: CUDA-capable device(s) is/are busy or unavailable", "free the GPU: other processes use it"),
+        ("CUDA out of memory. Tried to allocate 2.00 MiB", "free the GPU: other processes use it"),
+        ("CUDA error: uncorrectable ECC error", "see whether the GPU and its driver work, for example with nvidia-smi"),
+    ],
+)
+def test_a_gpu_that_does_not_compute_is_told_with_its_cause(monkeypatch: pytest.MonkeyPatch, said: str, remedy: str) -> None:
+    def computes(*_: Any) -> str:
+        raise RuntimeError(said)
+
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr(image_checks, "_computes", computes)
+    assert [*image_checks.torch(["cuda::"])][1:] == [("gpu", "fail", f"RuntimeError: {said}", remedy)]
+
+
 def test_an_image_of_another_version_is_told() -> None:
     asked = dict(check_pods.calls(0, WANTED, {}, None))
     assert asked["image"]["expected"] == __version__
@@ -412,7 +430,7 @@ def test_a_name_that_nobody_knows_is_told() -> None:
     assert unknown[:2] == ("dns", "fail")
 
 
-def test_a_store_is_tried_and_left_as_it_was(moto: Any, tmp_path: Path) -> None:
+def test_a_store_is_tried_and_left_as_it_was(moto: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from outlast.storage import store
 
     def outcomes(url: str) -> list[tuple[str, str]]:
@@ -421,9 +439,14 @@ def test_a_store_is_tried_and_left_as_it_was(moto: Any, tmp_path: Path) -> None:
     assert outcomes(f"{moto.url}/runs") == [("store", "pass")]
     assert list(store.open_(moto.url).entries()) == []
     assert outcomes(f"file://{tmp_path}") == [("store", "pass"), ("store conditional", "warn")]  # it knows no conditions
-    ((name, outcome, what, _),) = image_checks.store("s3://no-such-bucket-here/runs")
-    assert (name, outcome) == ("store", "fail")
+    ((name, outcome, what, remedy),) = image_checks.store("s3://no-such-bucket-here/runs")
+    assert (name, outcome, remedy.partition(":")[0]) == ("store", "fail", "correct what it names")
     assert "there is no bucket s3://no-such-bucket-here" in what
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+    monkeypatch.setitem(sys.modules, "botocore", None)
+    assert [remedy.partition(":")[0] for *_, remedy in image_checks.store("s3://bucket/runs")] == [
+        "give the pods credentials that may do this"
+    ]
 
 
 # The command line
@@ -454,16 +477,21 @@ def test_doctor_fails_when_something_would_not_work(outlast: Any) -> None:
     assert [each["name"] for each in json.loads(out) if each["outcome"] == "fail"] == ["server", "nodes", "worker"]
 
 
-def test_a_cluster_that_does_not_answer_is_a_failure_and_no_traceback(outlast: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    cluster = FakeCluster()
+@pytest.mark.parametrize(("call", "words", "before"), [("version", (), "python"), ("create", ("--image", IMAGE), "network")])
+def test_a_cluster_that_does_not_answer_any_more_is_a_finding_beside_those_before(
+    outlast: Any, monkeypatch: pytest.MonkeyPatch, call: str, words: tuple[str, ...], before: str
+) -> None:
+    cluster = FakeCluster(a_namespace(), a_node("a"))
 
-    def away() -> str:
+    def away(*_: Any) -> None:
         raise Unanswered("the API server https://fake cannot be reached: it does not answer in time")
 
-    monkeypatch.setattr(cluster, "version", away)
-    code, _, err = outlast(cluster)
-    assert code == 1
-    assert "Error: the API server https://fake cannot be reached" in err
+    monkeypatch.setattr(cluster, call, away)
+    code, out, err = outlast(cluster, *words, "-o", "json")
+    assert (code, err) == (1, "")
+    *_, last, access = json.loads(out)
+    assert (last["name"], access["name"], access["remedy"]) == (before, "access", "fix that, and check again")
+    assert access["said"].startswith("the API server https://fake cannot be reached")
 
 
 def test_a_store_without_an_image_is_a_mistake(outlast: Any) -> None:

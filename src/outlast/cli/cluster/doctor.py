@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from outlast.base.errors import NoCluster, OutlastError
+from outlast.base.errors import ClusterError, NoCluster, OutlastError
 from outlast.cli import tables, terminal
 from outlast.cli.find_job import ContextOption, NamespaceOption
 from outlast.cli.tables import Output, OutputOption
 
 if TYPE_CHECKING:
     from outlast.kubernetes.diagnosis import Finding
-
-_TIMEOUT_S = 300.0
 
 
 def doctor(
@@ -28,7 +26,7 @@ def doctor(
     network: Annotated[bool, typer.Option(help="Try the network between two pods.")] = True,
     namespace: NamespaceOption = None,
     context: ContextOption = None,
-    timeout: Annotated[float, typer.Option(metavar="SECONDS", min=10, help="Timeout of the pods.")] = _TIMEOUT_S,
+    timeout: Annotated[float, typer.Option(metavar="SECONDS", min=10, help="Timeout of the pods.")] = 300.0,
     output: OutputOption = Output.TABLE,
 ) -> None:
     """Check that training would work here, and in a cluster.
@@ -71,6 +69,12 @@ def _sections(
     from outlast.kubernetes.diagnosis import check_pods, finding, gather_evidence, machine
     from outlast.kubernetes.diagnosis import cluster as judged
 
+    def reached(checks: Callable[[], Iterator[Finding]]) -> Iterator[Finding]:
+        try:
+            yield from checks()
+        except ClusterError as error:
+            yield finding.Finding("access", str(error), "fix that, and check again")
+
     yield "This machine", machine.checks()
     try:
         cluster = api.connect(context, namespace)
@@ -81,9 +85,9 @@ def _sections(
         return
     try:
         where = f"Cluster {cluster.context or cluster.server}, namespace {cluster.namespace}"
-        yield where, judged.checks(gather_evidence.namespace(cluster))
+        yield where, reached(lambda: judged.checks(gather_evidence.namespace(cluster)))
         if image:
             options = check_pods.Options(image, store, secrets, network, timeout)
-            yield f"In pods of {image}", check_pods.checks(cluster, options)
+            yield f"In pods of {image}", reached(lambda: check_pods.checks(cluster, options))
     finally:
         cluster.close()

@@ -17,6 +17,7 @@ import importlib.metadata
 import importlib.util
 import json
 import platform
+import re
 import shutil
 import socket
 import subprocess
@@ -31,6 +32,12 @@ MIN_PYTHON = (3, 11)
 ELEMENTS = 4 * 2**20
 """Number of elements of the all-reduce tensor, which takes 16 MiB."""
 ROUNDS = 5
+_REMEDIES = {
+    "^Denied": "give the pods credentials that may do this: --secret, `secrets` in the job file, or the pod's account",
+    "no kernel image": "use a torch that is built for this GPU",
+    "out of memory|busy or unavailable": "free the GPU: other processes use it",
+}
+"""Remedies for errors that match these patterns; for others, a check has one of its own."""
 if TYPE_CHECKING:
     Check = tuple[str, str, str, str]
     """A check's name, outcome, description and remedy."""
@@ -43,7 +50,8 @@ def attempt(name: str, remedy: str, check: Callable[[], str], failure_outcome: s
         if what := check():
             yield name, "pass", what, ""
     except Exception as error:  # a missing system library may raise any exception
-        yield name, failure_outcome, f"{type(error).__name__}: {error}" if str(error) else type(error).__name__, remedy
+        what = f"{type(error).__name__}: {error}".removesuffix(": ")
+        yield name, failure_outcome, what, next((_REMEDIES[each] for each in _REMEDIES if re.search(each, what)), remedy)
 
 
 # The image
@@ -109,7 +117,7 @@ def torch(accelerators: Sequence[str] = ()) -> Iterator[Check]:
             package_name and importlib.import_module(package_name)
         module = getattr(torch_module, device, None)
         if module and module.is_available():
-            remedy = f"use a torch that is built for this {device.upper()} device"
+            remedy = "see whether the GPU and its driver work, for example with nvidia-smi"
             yield from attempt("gpu", remedy, functools.partial(_computes, torch_module, device, module))
         elif files and glob.glob(f"/dev/{files}"):
             remedy = f"use a torch that is built for {device.upper()}, no newer than the driver"
@@ -228,7 +236,7 @@ def store(url: str) -> Iterator[Check]:
             place.delete([key])
         return f"{url}: put, get, list, conditional and delete took {(time.monotonic() - began) * 1000:.0f} ms"
 
-    remedy = "give the pods credentials that may do this: --secret, `secrets` in the job file, or the pod's account"
+    remedy = "correct what it names: the URL, the image (pip install outlast[store]), or the way from pods to the store"
     yield from attempt("store", remedy, tried)
     if not supported:
         remedy = (
