@@ -142,7 +142,7 @@ WORDS = {
     "scheduler": ("count", "number"),
     "resources": ("kind", "resource", "request", "largest", "field"),
     "claims": ("claim",),
-    "kueue": ("queue", "known"),
+    "kueue": ("queue", "known", "state", "workload"),
     "images": ("image",),
     "starts": (),
     "exits": ("pods", "were", "code", "reason", "job", "field"),
@@ -156,7 +156,8 @@ WORDS = {
 def test_every_sentence_about_a_message_is_made_of_words_that_are_given() -> None:
     assert {*WORDS, "taints"} == messages.tables().keys()
     for speaker, words in WORDS.items():
-        *known, last = messages.tables()[speaker]["meanings"]
+        default = messages.tables()[speaker].get("default", {})
+        *known, last = ({**default, **each} for each in messages.tables()[speaker]["meanings"])
         assert "pattern" not in last
         for each in (*known, last):
             groups = re.compile(each.get("pattern", "")).groupindex
@@ -303,11 +304,12 @@ def refused_to(name: str, **more: str) -> Snapshot:
     return Snapshot("train", workload=a_job(), events=(an_event(other, "FailedCreate", said),))
 
 
-def in_queue(**status: Any) -> Snapshot:
+def in_queue(active: bool = True, **status: Any) -> Snapshot:
     job = a_job()
     job["metadata"]["labels"] = {"kueue.x-k8s.io/queue-name": "research"}
     job["spec"]["suspend"] = True
-    workload = {"kind": "Workload", "metadata": {"name": "w"}, "spec": {"queueName": "research"}, "status": status}
+    spec = {"queueName": "research", "active": active}
+    workload = {"kind": "Workload", "metadata": {"name": "w"}, "spec": spec, "status": status}
     return Snapshot("train", workload=job, kueue_workloads=(workload,), queues=({"metadata": {"name": "team-a"}},))
 
 
@@ -316,7 +318,8 @@ def refusal(message: str) -> Document:
 
 
 def a_group(phase: str) -> Document:
-    return {"kind": "PodGroup", "metadata": {"name": "train"}, "spec": {"minMember": 4}, "status": {"phase": phase}}
+    spec = {"minMember": 4, "queue": "research"}
+    return {"kind": "PodGroup", "metadata": {"name": "train"}, "spec": spec, "status": {"phase": phase}}
 
 
 ALIVE = {"name": "worker", "state": {"running": {}}, "started": True}
@@ -332,6 +335,8 @@ TRACES = [
 ]
 ELASTIC = {"kind": "ElasticJob", "metadata": {"name": "train"}, "spec": {"workers": {"replicas": 2}}}
 EVICTED = {"type": "Evicted", "status": "True", "reason": "Preempted", "message": "for a workload of higher priority"}
+ADMITTED = {"kind": "Workload", "metadata": {"name": "v"}, "status": {"conditions": [{"type": "Admitted", "status": "True"}]}}
+RESERVED = {"type": "QuotaReserved", "status": "True", "reason": "QuotaReserved", "message": "in ClusterQueue all"}
 CHECKED = [{"name": "autoscaler", "state": "Pending", "message": "asked for 4 nodes"}]
 PULLING = a_pod(
     node="node-a",
@@ -443,6 +448,11 @@ SHOWN: tuple[tuple[Snapshot, str, str], ...] = (
     *((of_pod(disrupted(reason, said)), name, f"worker 0 was {what}") for reason, said, name, what in DISRUPTED),
     (in_queue(conditions=[refusal("x"), EVICTED], admissionChecks=CHECKED), "queue", "queue research has not admitted it"),
     (
+        dataclasses.replace(waiting := in_queue(conditions=[refusal("x")]), kueue_workloads=(ADMITTED, *waiting.kueue_workloads)),
+        "queue",
+        "queue research has not admitted all of its workers",
+    ),
+    (
         dataclasses.replace(in_queue(), kueue_workloads=()),
         "queue",
         "it waits in queue research, and Kueue has created no Workload for it",
@@ -450,7 +460,7 @@ SHOWN: tuple[tuple[Snapshot, str, str], ...] = (
     (
         Snapshot("train", workload=a_job(4), pod_groups=(a_group("Pending"),)),
         "gang",
-        "its 4 workers start together, and there is not room for all of them",
+        "its 4 workers start together, and there is not room for all of them in queue research",
     ),
     (of_pod(SCHEDULED_BY), "scheduler", "worker 0 waits for the scheduler volcano, which does not react"),
     (
@@ -484,6 +494,25 @@ def test_what_follows_from_another_cause_is_told_after_it() -> None:
     assert [cause.name for cause in found] == ["unschedulable-pods", "unschedulable-taint", "gang"]
 
 
+def test_pods_on_a_node_that_is_gone_are_deleted_and_the_node_is_not() -> None:
+    (gone,) = causes(of_pod(a_pod(phase="Running", node="node-b")))
+    assert gone.remedy == "kubectl delete pod --force -n team train-0, and they are replaced"
+    (silent,) = causes(dataclasses.replace(of_pod(a_pod(phase="Running", node="node-a")), nodes=(a_node(ready="Unknown"),)))
+    assert "kubectl delete node node-a, or kubectl delete pod --force -n team train-0; until then" in silent.remedy
+
+
+def test_an_init_container_that_fails_is_named_with_its_log(monkeypatch: pytest.MonkeyPatch) -> None:
+    failed = {"name": "outlast-agent", "state": {"terminated": {"exitCode": 1, "reason": "Error"}}}
+    waits = {"name": "worker", "state": {"waiting": {"reason": "PodInitializing"}}}
+    pod = a_pod(node="node-a", initContainerStatuses=[failed], containerStatuses=[waits])
+    cluster = FakeCluster(a_namespace(), pod | {"apiVersion": "v1"})
+    monkeypatch.setattr(cluster, "logs", lambda name, options, **_: iter([f"{options.container}: no space left on device"]))
+    (cause,) = causes(dataclasses.replace(gather_evidence.job(cluster, "train"), workload=a_job(), nodes=(a_node(),)))  # type: ignore[arg-type]
+    assert cause.what == "worker 0 ended with exit code 1 in the container outlast-agent"
+    assert cause.evidence[-1].strip() == "outlast-agent: no space left on device"
+    assert cause.remedy.startswith("correct what its log says")
+
+
 def test_a_container_that_ran_out_of_memory_and_was_started_again_is_told() -> None:
     last = {"terminated": {"exitCode": 137, "reason": "OOMKilled"}}
     status = {"name": "worker", "state": {"running": {}}, "lastState": last}
@@ -499,6 +528,28 @@ def test_a_container_that_ran_out_of_memory_and_was_started_again_is_told() -> N
         "worker 0 was killed for lack of memory: the node's memory was used up",
         "set resources.memory, so that the pod is put where there is room",
     )
+
+
+def deactivated(reason: str, message: str) -> Snapshot:
+    evicted = {"type": "Evicted", "status": "True", "reason": reason, "message": f"The workload is deactivated{message}"}
+    return in_queue(active=False, conditions=[refusal("x"), evicted])
+
+
+@pytest.mark.parametrize(
+    ("seen", "what"),
+    [
+        (deactivated("Deactivated", ""), "may not admit it: a user has deactivated its Workload"),
+        (deactivated("DeactivatedDueToRequeuingLimitExceeded", ""), "may not admit it: Kueue has deactivated its Workload"),
+        (deactivated("Deactivated", " due to too many retries"), "may not admit it: Kueue has deactivated its Workload"),
+        (in_queue(conditions=[RESERVED], admissionChecks=CHECKED), "has room for it, and waits for autoscaler"),
+    ],
+)
+def test_a_job_that_waits_for_more_than_quota_is_not_told_to_wait(seen: Snapshot, what: str) -> None:
+    (cause,) = causes(seen)
+    assert (cause.name, cause.what) == ("queue", f"queue research {what}")
+    activate = 'when its cause is gone: kubectl patch workload w -n default --type merge -p \'{"spec": {"active": true}}\''
+    checks = "see what the checks wait for: kubectl describe workload w -n default"
+    assert cause.remedy == (activate if "deactivated" in what else checks)
 
 
 @pytest.mark.parametrize(

@@ -84,14 +84,15 @@ def failures(snapshot: Snapshot, _: float) -> Iterator[Finding]:
     download = Label.DATASET in (snapshot.workload.get("metadata", {}).get("labels") or {})
     for end, pods in sorted(by_end.items(), key=lambda each: (not each[0].startswith("OOMKilled"), each[0] != "78")):
         reason = ": ".join(filter(None, (_reason(snapshot, pods), _exception(snapshot, pods))))
-        signal_name = _SIGNALS.get(int(end) - 128) if end.isdecimal() else ""
+        code = end.partition(" ")[0]
+        signal_name = _SIGNALS.get(int(code) - 128) if code.isdecimal() else ""
         yield messages.meaning(
             "exits",
             f"{end} download" if download else end,
             _last_lines(snapshot, pods),
             pods=workers(pods),
             were=workers(pods, "was"),
-            code=f"{end} ({signal_name})" if signal_name else end,
+            code=f"{code} ({signal_name})" if signal_name else code,
             reason=f": {reason}" if reason else "",
             job=snapshot.name,
             field=pod_status.memory_field(pods[0]),
@@ -100,7 +101,8 @@ def failures(snapshot: Snapshot, _: float) -> Iterator[Finding]:
 
 def _end_text(pod: Document, termination: Document) -> str:
     if termination.get("reason") != "OOMKilled":
-        return str(termination["exitCode"])
+        early = "" if pod_status.has_started(pod) else f" in {termination.get('container')}"  # before the worker's
+        return f"{termination['exitCode']}{early}"
     return f"OOMKilled {pod_status.container(pod).get('resources', {}).get('limits', {}).get('memory', '')}"
 
 

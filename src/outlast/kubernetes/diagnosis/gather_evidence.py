@@ -25,6 +25,7 @@ RIGHTS = (
     *(Right(verb, kinds.JOB) for verb in ("create", "list", "delete", "patch")),
     *(Right(verb, kind) for kind in (kinds.CONFIG_MAP, kinds.SERVICE) for verb in ("create", "patch")),
     Right("list", kinds.POD),
+    Right("watch", kinds.POD),
     Right("get", kinds.POD, "log"),
     Right("create", kinds.POD, "exec", required=False),
     *(Right(verb, kinds.SECRET, required=False) for verb in ("get", "create", "patch")),  # the workers' key
@@ -137,7 +138,8 @@ def _logs(cluster: api.Cluster, namespace: str, pods: Iterable[Document]) -> dic
     for pod in sorted(started, key=order, reverse=True)[:_MAX_LOGS]:
         restarted = any((each.get("lastState") or {}).get("terminated") for each in pod_status.statuses(pod))
         name = pod_status.name(pod)
-        options = api.LogOptions(container=pod_status.container_name(pod), tail=_LOG_LINES, previous=restarted)
+        early = "" if pod_status.has_started(pod) else (pod_status.termination(pod) or {}).get("container", "")
+        options = api.LogOptions(container=early or pod_status.container_name(pod), tail=_LOG_LINES, previous=restarted)
         try:
             logs[name] = list(cluster.logs(name, options, namespace=namespace))
         except (Absent, Forbidden, Refused, Unanswered) as error:

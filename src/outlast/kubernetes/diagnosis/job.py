@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import takewhile
@@ -109,14 +110,28 @@ def queues(snapshot: Snapshot, _: float) -> Iterator[Finding]:
             *_condition_text(pod_status.condition(workload, "Evicted")),
             *(f"{each.get('name')}: {each.get('state')}: {each.get('message', '')}" for each in checks),
         )
-        names = sorted(map(pod_status.name, snapshot.queues))
-        known = f" (there are: {joined(names)})" if names else ""
+        known = f" (there are: {joined(sorted(map(pod_status.name, snapshot.queues)))})" if snapshot.queues else ""
         queue_ = workload.get("spec", {}).get("queueName") or queue
-        yield messages.meaning("kueue", "; ".join(evidence), evidence, queue=queue_, known=known)
+        state, it = _queue_state(snapshot, workload), f"{pod_status.name(workload)} -n {snapshot.namespace}"
+        text = "; ".join((state, *evidence))
+        yield messages.meaning("kueue", text, evidence, queue=queue_, known=known, state=state, workload=it)
     unseen = "workloads.kueue.x-k8s.io" in snapshot.forbidden
     if queue and not snapshot.kueue_workloads and snapshot.workload.get("spec", {}).get("suspend") and not unseen:
         remedy = "install Kueue with the framework of this kind enabled, or remove scheduling.queue from the job file"
         yield Finding("queue", f"it waits in queue {queue}, and Kueue has created no Workload for it", remedy)
+
+
+def _queue_state(snapshot: Snapshot, workload: Document) -> str:
+    # While a job trains, an additional Workload asks for more workers.
+    whole = "all of its workers" if any(pod_status.condition(each, "Admitted") for each in snapshot.kueue_workloads) else "it"
+    evicted = pod_status.condition(workload, "Evicted") or {}
+    if workload.get("spec", {}).get("active") is False:
+        by_kueue = re.search("due ?to", f"{evicted.get('reason')} {evicted.get('message')}", re.IGNORECASE)
+        return f"may not admit {whole}: {'Kueue' if by_kueue else 'a user'} has deactivated its Workload"
+    if pod_status.condition(workload, "QuotaReserved") and not evicted:
+        checks = [each for each in workload["status"].get("admissionChecks", []) if each.get("state") != "Ready"]
+        return f"has room for {whole}, and waits for {joined(each['name'] for each in checks) or 'its checks'}"
+    return f"has not admitted {whole}"
 
 
 def _condition_text(condition: Document | None) -> tuple[str, ...]:
@@ -135,9 +150,9 @@ def gangs(snapshot: Snapshot, _: float) -> Iterator[Finding]:
             events = [event_text(each) for each in snapshot.events_about({**group, "kind": "PodGroup"})[-1:]]
             evidence = (*_condition_text(pod_status.condition(group, "Unschedulable")), *events)
             remedy = f"fix the first cause that is listed for a worker, lower workers.min ({minimum}), or wait for the queue"
-            yield Finding(
-                "gang", f"its {minimum} workers start together, and there is not room for all of them", remedy, evidence
-            )
+            where = f" in queue {queue}" if (queue := group.get("spec", {}).get("queue")) else ""  # of Volcano
+            what = f"its {minimum} workers start together, and there is not room for all of them{where}"
+            yield Finding("gang", what, remedy, evidence)
 
 
 @per_pod

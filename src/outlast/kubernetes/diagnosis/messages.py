@@ -29,7 +29,9 @@ def meaning(component: str, message: str, evidence: tuple[str, ...] = (), **word
     `words` lacks."""
     table = tables()[component]
     entry, match = next(
-        (entry, match) for entry in table["meanings"] if (match := re.search(entry.get("pattern", ""), message, re.DOTALL))
+        ({**table.get("default", {}), **entry}, match)
+        for entry in table["meanings"]
+        if (match := re.search(entry.get("pattern", ""), message, re.DOTALL))
     )
     values = {"message": message, **words, **match.groupdict()}
     values["what"] = entry.get("what", "").format(**values)

@@ -165,17 +165,19 @@ def lost_pods(snapshot: Snapshot, now: float) -> Iterator[Finding]:
         problem = f"{answers}{ago}" if unseen or name in nodes else "no longer exists"
         evidence = f"Ready is {ready.get('status')}: {ready.get('reason', '')}: {ready.get('message', '')}"
         what = f"{workers(pods, 'is')} on node {name}, which {problem}"
-        yield Finding("node-lost", what, _restore_remedy(pods), (evidence,) if ready else ())
+        remedy = _restore_remedy(snapshot, pods, gone=not unseen and name not in nodes)
+        yield Finding("node-lost", what, remedy, (evidence,) if ready else ())
 
 
-def _restore_remedy(pods: list[Document]) -> str:
-    """Return the remedy for pods on lost nodes. The user must act, because controllers do not replace a pod that may still
-    run."""
+def _restore_remedy(snapshot: Snapshot, pods: list[Document], *, gone: bool = False) -> str:
+    """Return the remedy for pods on lost nodes, or on nodes that are `gone`. The user must act, because controllers do not
+    replace a pod that may still run."""
+    delete = f"kubectl delete pod --force -n {snapshot.namespace} {' '.join(map(pod_status.name, pods))}"
+    if gone:
+        return f"{delete}, and they are replaced"
     nodes = " ".join(sorted({str(pod["spec"].get("nodeName", "")) for pod in pods}))
-    return (
-        f"bring the node back, or, when it is gone for good, kubectl delete node {nodes}, or kubectl delete pod --force "
-        f"{' '.join(map(pod_status.name, pods))}; until then nothing replaces a pod that may still run there"
-    )
+    until = "until then nothing replaces a pod that may still run there"
+    return f"bring the node back, or, when it is gone for good, kubectl delete node {nodes}, or {delete}; {until}"
 
 
 def removed_pods(snapshot: Snapshot, _: float) -> Iterator[Finding]:
@@ -193,6 +195,5 @@ def removed_pods(snapshot: Snapshot, _: float) -> Iterator[Finding]:
         message = pods[0]["status"].get("message") or (pod_status.disruption(pods[0]) or {}).get("message", "")
         message_ = f"{reason}: {message}"
         names = joined(sorted({str(pod["spec"].get("nodeName", "")) for pod in pods}))
-        yield messages.meaning(
-            "taken", message_, (message_,), pods=workers(pods, "was"), node=names, restore=_restore_remedy(pods)
-        )
+        restore = _restore_remedy(snapshot, pods)
+        yield messages.meaning("taken", message_, (message_,), pods=workers(pods, "was"), node=names, restore=restore)
