@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import re
+import ssl
 import sys
 import threading
 import time
@@ -55,7 +56,7 @@ class Fault:
 
 
 @contextlib.contextmanager
-def serving(answer: Callable[[BaseHTTPRequestHandler], object]) -> Iterator[str]:
+def serving(answer: Callable[[BaseHTTPRequestHandler], object], tls: ssl.SSLContext | None = None) -> Iterator[str]:
     """Have a function answer all requests on a port of this machine, and yield the URL."""
 
     class Handler(BaseHTTPRequestHandler):
@@ -76,10 +77,12 @@ def serving(answer: Callable[[BaseHTTPRequestHandler], object]) -> Iterator[str]
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     server.daemon_threads = True
+    if tls:
+        server.socket = tls.wrap_socket(server.socket, server_side=True)
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
     thread.start()
     try:
-        yield f"http://127.0.0.1:{server.server_address[1]}"
+        yield f"{'https' if tls else 'http'}://127.0.0.1:{server.server_address[1]}"
     finally:
         server.shutdown()
         server.server_close()
@@ -87,9 +90,9 @@ def serving(answer: Callable[[BaseHTTPRequestHandler], object]) -> Iterator[str]
 
 
 class Web:
-    def __init__(self) -> None:
+    def __init__(self, tls: ssl.SSLContext | None = None) -> None:
         opened = contextlib.ExitStack()
-        self.url, self.close = opened.enter_context(serving(self.answer)), opened.close
+        self.url, self.close = opened.enter_context(serving(self.answer, tls)), opened.close
         self.files: dict[str, bytes] = {}
         self.etags: dict[str, str] = {}
         self.requests: list[Request] = []

@@ -3,7 +3,7 @@
     path = fetch(Remote(url, sha256=...), directory, say=print, stop=threading.Event())
 
 While the file is incomplete, `directory` contains the received bytes, and `state.json` with the file's version. The missing bytes
-are requested only if the server still has this version (If-Range); otherwise the download starts again.
+are requested only if the server still has this version (If-Range), or a checksum is known; otherwise the download starts again.
 
 urllib follows redirects, and uses the environment's proxies (`HTTPS_PROXY`, `NO_PROXY`) and the system's certificates.
 """
@@ -17,6 +17,7 @@ import http.client
 import json
 import os
 import re
+import ssl
 import threading
 import time
 import urllib.error
@@ -164,12 +165,16 @@ class _Download:
         """Size of the whole file in bytes; 0 if unknown."""
         self._version: str = state.get("version", "")
         self.done = self.path.stat().st_size if self.path.exists() else 0
-        if state.get("of") != self._identity or self.done > self.size or not self._version:
+        if state.get("of") != self._identity or self.done > self.size or not self._resumable:
             self.discard()
 
     @property
     def _identity(self) -> str:
         return self._remote.sha256 or self._remote.identity
+
+    @property
+    def _resumable(self) -> bool:
+        return bool(self.size and (self._version or self._remote.checked))
 
     def discard(self) -> None:
         for path in (self._state, self.path):
@@ -178,7 +183,7 @@ class _Download:
 
     def receive(self) -> None:
         """Receive the missing bytes with one request. Raises _Unavailable if the response ends too early."""
-        if self.done and not self._version:
+        if self.done and not self._resumable:
             self.discard()
         if self.done and self.done == self.size:
             return
@@ -195,10 +200,15 @@ class _Download:
                 f"{self._remote.shown}: the server does not say how long the file is, so a part of it would look like the whole; "
                 "give its checksum (URL#sha256=...)"
             )
+        encoding = response.headers.get("Content-Encoding", "identity")
+        if encoding != "identity" and not (self._remote.checked or unpack.kind(self._remote.file)):
+            raise OutlastError(
+                f"{self._remote.shown}: the server sends the file packed ({encoding}), although it was asked not to; "
+                f"give its checksum (URL#sha256=...), {_BY_HAND}"
+            )
         self.discard()
-        self.size = response.length or 0
-        self._version = _version(response) if self.size else ""
-        if self._version:
+        self.size, self._version = response.length or 0, _version(response)
+        if self._resumable:
             files.replace(self._state, json.dumps({"of": self._identity, "size": self.size, "version": self._version}))
 
     def _goes_on(self, response: Any) -> bool:
@@ -255,10 +265,14 @@ def _response(remote: Remote, *, first: int = 0, version: str = "", timeout_s: f
         request.add_unredirected_header("Authorization", f"Basic {base64.b64encode(':'.join(login).encode()).decode()}")
     if first:
         request.add_header("Range", f"bytes={first}-")
-        request.add_header("If-Range", version)
+        if version:
+            request.add_header("If-Range", version)
     with _reported(remote):
         response = urllib.request.urlopen(request, timeout=timeout_s)
     with contextlib.closing(response):
+        if response.status not in (200, 206 if first else 200):
+            answer = f"the server answers {response.status}, which is not the whole file"
+            raise OutlastError(f"cannot download {remote.shown}: {answer}; check the URL, {_BY_HAND}")
         yield response
 
 
@@ -277,4 +291,8 @@ def _reported(remote: Remote) -> Iterator[None]:
             remedy = "write machine HOST login USER password PASSWORD into ~/.netrc, or into OUTLAST_NETRC"
         raise OutlastError(f"cannot download {remote.shown}: {reason}; {remedy}, {_BY_HAND}") from error
     except (OSError, http.client.HTTPException, UnicodeError) as error:
+        if isinstance(invalid := getattr(error, "reason", error), ssl.SSLCertVerificationError):
+            reason = f"the server's certificate is not valid: {invalid.verify_message}"
+            remedy = "let SSL_CERT_FILE name the certificates to trust"
+            raise OutlastError(f"cannot download {remote.shown}: {reason}; {remedy}, {_BY_HAND}") from error
         raise _Unavailable(str(getattr(error, "reason", error)) or type(error).__name__) from error
