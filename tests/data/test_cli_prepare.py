@@ -80,6 +80,9 @@ def test_an_upload_goes_on_where_it_was(outlast: Outlast, source: Path, tmp_path
     (tmp_path / "store" / ".outlast-get").write_text(f"the dataset whose manifest has the SHA-256 {digest}")
     place = whole.replace("whole", "store")
     assert outlast(*command, place)[0] != 0
+    for left in (".uploaded.json", ".train.bin.upload", "train-00000.bin"):  # by a version before, or an earlier run
+        (tmp_path / "work" / left).touch()
+    assert outlast(*command, place)[0] != 0
     sent = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "store").iterdir() if path.is_file()}
     assert sent.pop(".outlast-get"), "nobody takes it for a whole one"
     assert set(sent) == {"train.bin", "val.bin", "meta.pkl", "tokenizer.json", ".outlast-manifest"}

@@ -144,7 +144,7 @@ def _to_store(dataset: Dataset, url: str, how: How) -> tuple[Marker, bool]:
     home = data_cache.writable(os.environ) / "get" / hashlib.sha256(f"{dataset.name} {there.url}".encode()).hexdigest()[:16]
     found, _ = obtain.get(dataset, home / "tree", how)
     terminal.say(f"sending {units.count(found.files, 'file')}, {units.human_bytes(found.size)}, to {url}")
-    prepare.upload(home / "tree", there, dataset.name, place.MARKER, home / "state", how.stop)
+    prepare.upload(home / "tree", there, dataset.name, place.MARKER, home / "state", lambda path: path != place.MARKER, how.stop)
     shutil.rmtree(home, ignore_errors=True)
     return found, True
 

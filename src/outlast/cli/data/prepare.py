@@ -303,7 +303,10 @@ def _made(prepare: Callable[[Request], Manifest], how: How) -> None:
         if stored and not there:
             note = f"the dataset whose manifest has the SHA-256 {hashlib.sha256(made.text.encode()).hexdigest()}"
             check_place(stored.store, note)
-            upload(directory, stored.store, note, shard_format.MANIFEST, directory / work_units.PRIVATE / "upload", stop)
+            names = {shard.file for part in made.parts.values() for shard in part.shards}
+            names |= {shard_format.TOKENIZER, shard_format.META}
+            state = directory / work_units.PRIVATE / "upload"
+            upload(directory, stored.store, note, shard_format.MANIFEST, state, names.__contains__, stop)
             shutil.rmtree(directory)
     damaged = made.source.get("damaged")
     left_out = f", {damaged:,} damaged left out" if damaged else ""
@@ -322,22 +325,21 @@ def check_place(store: Store, note: str | None = None) -> None:
     ownership.check_place(store.url, names, there, there or "" if note is None else note)
 
 
-def upload(directory: Path, store: Store, note: str, marker: str, state: Path, stop: threading.Event) -> None:
-    """Upload a dataset, and its file `marker` last. An earlier upload with the same `state` is continued."""
+def upload(
+    directory: Path, store: Store, note: str, marker: str, state: Path, own: Callable[[str], bool], stop: threading.Event
+) -> None:
+    """Upload a dataset, whose files `own` tells, and its file `marker` last. An earlier upload with the same `state` is
+    continued."""
     from outlast.data import dataset_directory as place
-    from outlast.data.prepare.work_units import PRIVATE
     from outlast.storage.sync import push_and_pull
 
     store.put(place.COMING, note.encode())  # marks an incomplete dataset until the marker exists
     with transfer_progress.shown("sent") as tell:
 
-        def skip(path: str) -> bool:
-            return path == marker or path.startswith(f"{PRIVATE}/")
-
         def progress(now: push_and_pull.Progress) -> None:
             tell(now.bytes, now.bytes_total, f"{now.files:,}/{now.files_total:,} files")
 
-        options = push_and_pull.Options(skip=skip, progress=progress, stop=stop)
+        options = push_and_pull.Options(skip=lambda path: not own(path), progress=progress, stop=stop)
         report = push_and_pull.push(directory, store, state, options)
     for path, reason in report.failed[:1]:
         raise OutlastError(f"{len(report.failed):,} files could not be sent to {store.url}, the first of them {path}: {reason}")
