@@ -59,7 +59,7 @@ def test_the_directory_that_the_archive_unpacks_to_is_found(tmp_path: Path) -> N
     assert len(cifar.train(tmp_path)) == 20
 
 
-@pytest.mark.parametrize("protocol", [3, 4, 5])
+@pytest.mark.parametrize("protocol", range(6))
 def test_a_batch_in_any_pickle_protocol_of_python_3_is_read(tmp_path: Path, protocol: int) -> None:
     root = a_dataset(tmp_path / "data")
     x = some_images(3, seed=9).reshape(3, -1)

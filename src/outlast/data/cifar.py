@@ -170,4 +170,5 @@ _ALLOWED: dict[tuple[str, str], Callable[..., Any] | _Name] = {
     ("numpy", "ndarray"): _Name(),  # the first argument of _reconstruct
     ("numpy", "dtype"): np.dtype,
     ("numpy._core.numeric", "_frombuffer"): _array_of_buffer,  # protocol 5
+    ("_codecs", "encode"): lambda text, _: text.encode("latin1"),  # bytes in protocols 0 to 2, written by Python 3
 }
