@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import shutil
@@ -65,7 +66,7 @@ def test_a_requirements_file_becomes_lines_that_mean_the_same_anywhere(tmp_path:
     (tmp_path / "sub" / "more.txt").write_text("numpy>=1 # why\n-c limits.txt\n")
     (tmp_path / "sub" / "limits.txt").write_text("six<2\n")
     (tmp_path / "requirements.txt").write_text(
-        "# comment\n--no-index\n-f wheels\n-r sub/more.txt\neinops==0.8 \\\n  --hash=sha256:ab\n./lib[x]\n-e ./lib\n"
+        "# comment \\\n--no-index\n-f wheels\n-r sub/more.txt\neinops==0.8 \\\n  --hash=sha256:ab\n./lib[x]\n-e ./lib\n"
         'wheels/a.whl\ngit+https://host/x#egg=z\nb @ file:///b.whl\ntorch>=2 ; python_version > "3"\n'
         "--index-url=https://host/simple\n-r https://h/r\nlib"
     )
@@ -229,6 +230,16 @@ def test_requirements_that_cannot_be_met_are_one_sentence(maker: Maker, lines: t
     assert maker.said[1:] in ([], printed[-20:]), "the last lines when an installer fails, and nothing of one that succeeds"
 
 
+def test_an_image_that_cannot_install_anything_is_named(maker: Maker):
+    (maker.directory / "ensurepip.py").write_text("raise SystemExit('there is none')")
+    maker.environ["PYTHONPATH"] = str(maker.directory)
+    (maker.directory / "requirements.txt").write_text("six")
+    base = dataclasses.replace(image_python.look(sys.executable, maker.environ), pip=False)
+    asked = spec.Environment(requirements=str(maker.directory / "requirements.txt"))
+    with pytest.raises(OutlastError, match="there is none; the image's Python has no pip; add pip to the image"):
+        python_env.make(asked, maker.cache, maker.directory, maker.environ, say=maker.said.append, stop=maker.stop, base=base)
+
+
 def test_a_network_that_is_away_is_tried_again(maker: Maker):
     maker.environ["PIP_RETRIES"] = "1"
     with pytest.raises(installers.Unavailable, match=r"the network or the machine is at fault, it is tried again$") as caught:
@@ -298,6 +309,20 @@ environment.make(asked, here / "cache", here, os.environ, say=lambda text: print
         (["Looking", "ERROR: Cannot", "", "  caused by:", "    a needs b>9"], "ERROR: Cannot caused by: a needs b>9"),
         (["nothing of the kind", ""], "nothing of the kind"),
         ([], ""),
+        (
+            [
+                "error: exited",
+                "× egg_info failed",
+                "│ code: 1",
+                "╰─> output",
+                "Traceback",
+                "  File x",
+                "KeyError: no",
+                "OSError: b",
+                "y",
+            ],
+            "error: exited × egg_info failed │ code: 1 ╰─> output Traceback OSError: b",
+        ),
     ],
 )
 def test_the_last_words_of_a_program_are_what_it_died_of(lines: list[str], words: str):

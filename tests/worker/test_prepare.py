@@ -143,7 +143,13 @@ def test_what_somebody_removed_from_the_data_of_all_is_fetched_by_the_next_run(r
     put(place, a="one", b="two")
     tree = runs.source("first").acquire().tree
     (tree / "b").unlink()
+    (tree / "a").unlink()
+    (tree / "a").write_text("on")
+    whole: list[bool] = []
+    runs.once_fetching(lambda: whole.append(tree.with_name("listing.json").exists()))
     assert contents(runs.source("second").acquire().tree) == {"a": "one", "b": "two"}
+    assert whole == [False], "a kill on the way leaves no version that looks complete"
+    assert not (tree / "a").stat().st_mode & 0o222
 
 
 def test_a_version_of_an_older_outlast_has_a_size(runs: Runs, place: Store):
@@ -571,4 +577,4 @@ def test_an_empty_object_that_shows_a_directory_of_files_is_no_data(moto: Place)
     for key in ("data/empty/", "data/full/", "data/full-not/b", "data/full/a", "data/none"):
         moto.server.client.put_object(Bucket=moto.bucket, Key=key, Body=b"x" if key[-1] in "ab" else b"")
     listing = fetch_from_store.look(f"{moto.url}/data", "data[0].from")
-    assert [entry.key for entry in listing.entries] == ["empty", "full-not/b", "full/a", "none"]
+    assert [entry.key for entry in listing.entries] == ["full-not/b", "full/a", "none"]

@@ -139,9 +139,11 @@ class Source:
         """Make room for a version, and return the directory for its files."""
         directory = self._home / listing.version
         directory.mkdir(parents=True, exist_ok=True)
-        if not (directory / _LISTING).is_file():
+        lacking = fetch_from_store.lacking(listing, directory / "tree")
+        if lacking or not (directory / _LISTING).is_file():
             files.replace(directory / _PARTIAL, json.dumps({"url": listing.url, "size": listing.size}))
-            self._make_room(sum(entry.size for entry in listing.entries if not (directory / "tree" / entry.key).exists()))
+            (directory / _LISTING).unlink(missing_ok=True)
+            self._make_room(sum(entry.size for entry in lacking))
         return directory / "tree"
 
     def _make_room(self, needed: int) -> None:

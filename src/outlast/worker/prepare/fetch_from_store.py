@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 
 from outlast.base import units
@@ -25,7 +25,7 @@ from outlast.base.errors import Changed, Missing, OutlastError, StoreError
 from outlast.data import dataset_directory
 from outlast.storage import store
 from outlast.storage.store import Entry, Store
-from outlast.storage.sync import push_and_pull
+from outlast.storage.sync import push_and_pull, thread_pool
 
 PROGRESS_S = 5.0
 _ATTEMPTS = 5
@@ -66,8 +66,11 @@ def look(url: str, field: str) -> Listing:
     place, name = store.open_(url), f"{field} ({url})"
     found = [entry for entry in place.entries() if entry.key and entry.key != push_and_pull.MANIFEST]
     above = {entry.key[:at] for entry in found for at, letter in enumerate(entry.key) if letter == "/"}
-    # Web consoles create a directory as an empty object with its name.
-    entries = tuple(entry for entry in found if entry.size or entry.key not in above)
+    # Web consoles create a directory as an empty object `directory/`. A listing drops the slash, and `head` finds nothing.
+    empty = (thread_pool.Job(entry, 0, partial(place.head, entry.key)) for entry in found if not entry.size)
+    with contextlib.closing(thread_pool.work(empty, threading.Event())) as outcomes:
+        absent = {entry.key for entry, _, error in outcomes if isinstance(error, Missing)}
+    entries = tuple(entry for entry in found if entry.size or entry.key not in above | absent)
     if not entries and "/" in place.url.partition("://")[2]:
         parent, _, key = place.url.rpartition("/")
         place = store.open_(parent)
@@ -85,13 +88,18 @@ def look(url: str, field: str) -> Listing:
     return Listing(url, field, place, entries)
 
 
+def lacking(listing: Listing, tree: Path) -> list[Entry]:
+    """Return the files that `tree` lacks, or has in another size."""
+    return [entry for entry in listing.entries if _size(tree / entry.key) != entry.size]
+
+
 def consistent(listing: Listing, into: Callable[[Listing], Path], *, say: Say, stop: threading.Event) -> Listing:
     """Fetch a listing to the directory that `into(listing)` returns, and return the listing that was fetched. If files change in
     the meantime, list and fetch the place again, so that all files have the same version."""
     problem: StoreError | None
     for attempt in range(_ATTEMPTS):
         tree, problem = into(listing), None
-        missing = [entry for entry in listing.entries if _size(tree / entry.key) != entry.size]
+        missing = lacking(listing, tree)
         if not missing:
             if not attempt:
                 say(f"{listing.name} is here already")
@@ -120,10 +128,7 @@ def _receive(listing: Listing, missing: Sequence[Entry], tree: Path, say: Say, s
         raise OutlastError(f"{listing.name} {sizes}; make room there, or let OUTLAST_CACHE name a directory of a larger disk")
     say(f"fetching {listing.name}: {units.count(len(missing), 'file')}, {units.human_bytes(needed)}")
     meter = Meter(listing.name, needed, say=say)
-    for entry in missing:
-        if not entry.size:  # perhaps a console's mark of an empty directory, which cannot be read
-            (tree / entry.key).write_bytes(b"")
-    places = [(entry.key, entry.size, tree / entry.key) for entry in missing if entry.size]
+    places = [(entry.key, entry.size, tree / entry.key) for entry in missing]
     push_and_pull.receive(listing.place, places, progress=meter.advance, stop=stop)
     meter.end()
 

@@ -190,7 +190,8 @@ class _Venv:
         options = ["-r", str(file), *constraints]
         pip = [self.base.executable, "-m", "pip", "--python", python]
         if not self.base.pip:
-            shell.run([python, "-m", "ensurepip"], self.name)
+            lacking = replace(shell, remedy="the image's Python has no pip; add pip to the image")
+            lacking.run([python, "-m", "ensurepip"], self.name)
             pip = [python, "-m", "pip"]
         shell.run([*pip, "install", "--no-input", "--progress-bar=off", *options], self.name)
 

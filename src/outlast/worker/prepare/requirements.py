@@ -70,6 +70,7 @@ def parse(text: str, directory: Path, field: str, above: tuple[Path, ...] = ()) 
     """Parse the text of a file in `directory`. Raises OutlastError if an included file cannot be read."""
     lines: list[str] = []
     constraints: list[str] = []
+    text = re.sub(r"(?m)^[ \t]*#.*$", "", text)  # a comment ends with its line, even if that ends in a backslash
     for line in re.sub(r"\\\r?\n", "", text).splitlines():
         if not (line := _COMMENT.sub("", line).strip()):
             continue
