@@ -326,7 +326,7 @@ def test_a_label_beyond_the_classes_is_refused_before_training(tmp_path: Path) -
     made = shard_format.Manifest("images", {"train": shard_format.Part((shard,))}, source={"classes": ["a", "b"]})
     shard_format.write(tmp_path, made)
     assert sentence(lambda: pixels.packed(tmp_path)) == (
-        f"{tmp_path} has label 2 in train, and its 2 classes have labels from 0 to 1; prepare the data again"
+        f"{tmp_path} has label 2 in train, and labels are 0 to 1; prepare the data again, or give the right number of classes"
     )
     assert "has no part val" in sentence(lambda: pixels.packed(tmp_path, "val"))
     shard_format.write(

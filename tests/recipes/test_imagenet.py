@@ -16,6 +16,8 @@ from torch import nn
 import disturbances
 import textures
 from outlast.base.errors import OutlastError
+from outlast.data.prepare import images as prepare
+from outlast.data.prepare import work_units
 from outlast.recipes import imagenet, imagenet_data, imagenet_model
 from outlast.recipes.imagenet import Settings
 from outlast.recipes.imagenet_model import BasicBlock, Bottleneck, ResNet, Statistics
@@ -290,6 +292,17 @@ def test_mistakes_are_one_sentence(tmp_path: Path, images: Path, monkeypatch: py
     assert "has no images" in refusal(broken, *SMALL)
     (tmp_path / "empty").mkdir()
     assert "empty has no files" in refusal(tmp_path / "empty", *SMALL)
+
+
+def test_a_label_beyond_the_classes_is_refused(tmp_path: Path) -> None:
+    place = tmp_path / "packed"
+    source = textures.write(tmp_path / "set", {"train": 3, "val": 1}, kinds=3, size=16)
+    prepare.prepare(work_units.Request(source, place, 1), prepare.Settings())
+    manifest = json.loads((place / "manifest.json").read_text())
+    del manifest["source"]["classes"]
+    (place / "manifest.json").write_text(json.dumps(manifest))
+    assert "does not say which classes there are; give their number with --num-classes" in refusal(place, *SMALL)
+    assert "has label 2 in train, and labels are 0 to 1; prepare the data" in refusal(place, *SMALL, "--num-classes=2")
 
 
 def test_an_image_that_cannot_be_decoded_is_left_out_if_asked(

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 import disturbances
 from outlast.base.errors import OutlastError
 from outlast.data.prepare import video, work_units
-from outlast.recipes import perceiver, perceiver_data, perceiver_model
+from outlast.recipes import perceiver, perceiver_data, perceiver_measure, perceiver_model
 from outlast.recipes.perceiver_model import Config, Perceiver, Points
 from outlast.recipes.shared import settings
 from outlast.storage import checkpoints
@@ -236,7 +236,9 @@ def test_the_synthetic_set_is_of_real_videos_with_sound(tmp_path: Path, monkeypa
     assert perceiver_data.synthetic(tmp_path) == place, "it is made once"
 
 
-def test_prepared_shards_are_read_as_well(tmp_path: Path, clips: Path, alone: Callable[..., Path]) -> None:
+def test_prepared_shards_are_read_as_well(
+    tmp_path: Path, clips: Path, alone: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     video.prepare(work_units.Request(clips, tmp_path / "shards", 1), video.Settings(frames=2, size=8))
     output = alone(f"--data={tmp_path / 'shards'}", "--max-steps=2", "--epochs=3")
     assert disturbances.final(output)["step"] == 2
@@ -244,6 +246,16 @@ def test_prepared_shards_are_read_as_well(tmp_path: Path, clips: Path, alone: Ca
         alone(f"--data={tmp_path / 'shards'}", "--frames=4")
     with pytest.raises(OutlastError, match="has 2 classes, and the model knows 1; set --num-labels"):
         alone(f"--data={tmp_path / 'shards'}", "--num-labels=1")
+    manifest = json.loads((tmp_path / "shards" / "manifest.json").read_text())
+    manifest["source"]["classes"][1:] = []  # so that only its clips tell the second label
+    (tmp_path / "shards" / "manifest.json").write_text(json.dumps(manifest))
+    monkeypatch.setenv("OUTLAST_OUTPUT", str(tmp_path / "other"))
+    with pytest.raises(OutlastError, match="has label 1, and the model knows 0 to 0; set --num-labels, or correct the data"):
+        alone(f"--data={tmp_path / 'shards'}", "--num-labels=1")
+    data = perceiver_data.opened(str(tmp_path / "shards"), Config(frames=2, image_size=8))
+    model, config = made(1, frames=2, image_size=8)
+    with pytest.raises(OutlastError, match="has label 1, and the model knows 0 to 0"):
+        perceiver.summed(perceiver.Settings(), data, model, range(1), perceiver_measure.every(config), torch.float32, set())
 
 
 def test_a_video_is_turned_as_players_show_it_and_one_that_starts_late_is_found(tmp_path: Path) -> None:

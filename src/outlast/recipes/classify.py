@@ -54,9 +54,9 @@ def read(paths: Sequence[Path], problems: list[str]) -> Iterator[tuple[Path, tor
     square = images.Settings(size=32)
     for path in paths:
         try:
-            pixels, _ = images.pixels(path.parent, path.name, square)  # (32, 32, 3)
+            pixels, _ = images.pixels(Path(), str(path), square)  # (32, 32, 3)
         except OutlastError as error:
-            problems.append(f"{path}: {str(error).partition('; ')[0]}")
+            problems.append(str(error).partition("; ")[0])
         else:
             yield path, torch.tensor(pixels).permute(2, 0, 1)
 

@@ -75,6 +75,7 @@ class Pictures:
         self.classes = list(self.train.classes) or [str(label) for label in range(s.num_classes or 0)]
         if not self.classes:
             raise OutlastError(f"{place} does not say which classes there are; give their number with --num-classes")
+        self.train.classes = self.val.classes = self.classes  # packed images compare their labels with these
 
     def _bytes(self, size: int | None) -> int:
         side = size or int(self.train[0].x.shape[0])

@@ -172,7 +172,7 @@ class Training(loop.Recipe):
         indices: Any = batch.indices if len(batch.indices) else np.zeros(s.samples, np.int64)  # for a rank without clips
         for data, _ in batch.pieces:
             n = len(data["label"])
-            weight = usable(s, self.data, self.bad, data, indices[:n])
+            weight = usable(s, self.data, self.bad, data, indices[:n], self.model.config.classes)
             extras.append((weight.to(where, non_blocking=True), hidden(s, step, indices[:n]).to(where, non_blocking=True)))
             indices = indices[n:]
         scale = torch.ones((), device=where)  # 1 / the usable share of the global batch
@@ -262,11 +262,17 @@ class Training(loop.Recipe):
             )
 
 
-def usable(s: Settings, d: Data, bad: set[str], data: Mapping[str, Any], indices: Any, part: str = "train") -> Tensor:
+def usable(
+    s: Settings, d: Data, bad: set[str], data: Mapping[str, Any], indices: Any, classes: int, part: str = "train"
+) -> Tensor:
     """Return the weights of clips, (b,): 0 for one that cannot be read, whose name is added to `bad`, otherwise 1.
 
-    Without --skip-bad, such a clip raises OutlastError.
+    Without --skip-bad, such a clip raises OutlastError, and so does a label outside the model's classes.
     """
+    if wrong := [label for label in data["label"].tolist() if not 0 <= label < classes]:
+        raise OutlastError(
+            f"{d.place} has label {wrong[0]}, and the model knows 0 to {classes - 1}; set --num-labels, or correct the data"
+        )
     dataset = d.train if part == "train" else d.val
     if not isinstance(dataset, Clips):
         return torch.ones(len(data["label"]))
@@ -375,7 +381,7 @@ def summed(s: Settings, d: Data, model: Perceiver, clips: range, points: Points,
     assert d.val is not None
     sums = torch.zeros(len(perceiver_measure.NAMES), dtype=torch.float64)
     for at, data in perceiver_measure.read(d.val, clips.start, clips.stop, s.test_batch_size, s.workers):
-        weight = usable(s, d, bad, data, range(at, clips.stop), "val")
+        weight = usable(s, d, bad, data, range(at, clips.stop), model.config.classes, "val")
         sums = sums + perceiver_measure.measured(model, data, weight, points, kind)
     return sums
 

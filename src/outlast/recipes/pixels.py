@@ -86,12 +86,12 @@ class Packed(Shards):
         """Raise OutlastError for a label out of range."""
         if not len(y):
             return
-        lowest, highest = int(y.min()), int(y.max())
-        if lowest < 0 or (self.classes and highest >= len(self.classes)):
-            wrong = lowest if lowest < 0 else highest
+        lowest, highest, most = int(y.min()), int(y.max()), len(self.classes) - 1
+        if lowest < 0 or highest > most >= 0:
+            wrong, known = lowest if lowest < 0 else highest, f"0 to {most}" if self.classes else "0 or more"
             raise OutlastError(
-                f"{self._place.name} has label {wrong} in {self.part}, and its {len(self.classes)} classes have labels from 0 to "
-                f"{len(self.classes) - 1}; prepare the data again"
+                f"{self._place.name} has label {wrong} in {self.part}, and labels are {known}; prepare the data again, or give "
+                "the right number of classes"
             )
 
     def take(self, indices: NDArray[np.int64]) -> Samples:
