@@ -174,17 +174,20 @@ class State:
 
     def encode(self) -> bytes:
         paths = sorted(self.objects.keys() | self.seen.keys())
-        head = {"place": self.place, "etag": self.etag, "settled": self.clean_before, "checked": self.checked}
+        # Versions without `fresh` read the manifest again if there is no etag, and find out what it lacks.
+        head = {"place": self.place, "etag": "" if self.fresh else self.etag, "read": self.etag}
+        times = {"settled": self.clean_before, "checked": self.checked}
         objects = _columns(Object, [self.objects.get(path, _UNKNOWN) for path in paths])
         files = _columns(Seen, [self.seen.get(path, _UNSEEN) for path in paths], "seen_")
-        return _text({**head, "fresh": sorted(self.fresh), "path": paths, **objects, **files})
+        return _text({**head, **times, "fresh": sorted(self.fresh), "path": paths, **objects, **files})
 
     @classmethod
     def decode(cls, data: bytes) -> State:
         """Decode what `encode` returned. Raises ValueError."""
         try:
             document = _document(data)
-            head = (str(document["place"]), str(document["etag"]), int(document["settled"]), float(document["checked"]))
+            etag = str(document.get("read", document["etag"]))
+            head = (str(document["place"]), etag, int(document["settled"]), float(document["checked"]))
             fresh = set(document.get("fresh", ()))
             objects = dict(zip(document["path"], _rows(Object, document), strict=True))
             seen = dict(zip(document["path"], _rows(Seen, document, "seen_"), strict=True))
