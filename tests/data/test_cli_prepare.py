@@ -109,10 +109,11 @@ def test_other_kinds_are_prepared(outlast: Outlast, tmp_path: Path) -> None:
     code, out, _ = outlast("prepare", "images", tmp_path / "pictures", "--to", tmp_path / "out", "--size", 4, "--processes", 1)
     assert (code, out.split(" (")[0]) == (0, "wrote train 3 samples, val 1 samples in TMP/out")
     (tmp_path / "a.jsonl").write_text('{"prompt": "a", "completion": "b"}\n' * 9)
-    code, out, _ = outlast(
+    code, out, err = outlast(
         "prepare", "jsonl", tmp_path / "a.jsonl", "--to", tmp_path / "records", "--val", 0, "--vocab-size", 260, "--processes", 1
     )
     assert (code, out.split(" (")[0]) == (0, "wrote train 9 samples in TMP/records")
+    assert err == "outlast | train the tokenizer\n"
     code, _, err = outlast("prepare", "video", tmp_path / "pictures", "--to", tmp_path / "video")
     assert (code, err.split(" (")[0]) == (2, "Error: TMP/pictures has no videos")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import random
@@ -13,6 +14,7 @@ import subprocess
 import sys
 import threading
 import time
+import types
 import uuid
 import zlib
 from collections.abc import Callable, Iterator
@@ -141,8 +143,11 @@ def test_a_manifest_is_read_as_it_was_written(there: dict[str, Object], clean_be
 
 @given(OBJECTS, some.dictionaries(some.text(min_size=1), some.builds(Seen, INTS.filter(lambda n: n >= 0), INTS, INTS, INTS)))
 def test_a_state_is_read_as_it_was_written(there: dict[str, Object], here: dict[str, Seen]) -> None:
-    state = index.State("s3://b", '"etag"', 2, 3.5, there, here)
-    assert index.State.decode(state.encode()) == state
+    for fresh in (set[str](), set(there)):
+        state = index.State("s3://b", '"etag"', 2, 3.5, there, here, fresh)
+        assert index.State.decode(state.encode()) == state
+        etag = json.loads(state.encode())["etag"]
+        assert etag == ("" if fresh else '"etag"'), "a version that does not know `fresh` reads the manifest again"
 
 
 @given(some.binary())
@@ -824,9 +829,30 @@ def test_a_mistake_is_one_sentence(
 def test_what_is_shown_meanwhile() -> None:
     said = transfer_progress.line(412 << 20, 1 << 30, "sent", 4.0, "412/1,000 files")
     assert said == "412/1,000 files, 412 MiB of 1.0 GiB sent, 103 MiB/s, 5.9s left"
+    assert transfer_progress.line(500, 0, "received", 4.0, first=100) == "500 B received, 100 B/s", "resumed, of unknown length"
     report = push_and_pull.Report(transferred=1000, bytes=1 << 30, unchanged=3)
     said = command.summary(report, "sent", 4.2, dry_run=False)
     assert said == "1,000 files, 1.0 GiB sent in 4.2s (244 MiB/s), 3 unchanged, 0 deleted"
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_each_stage_and_what_an_earlier_command_has_brought_is_shown(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, terminal: bool
+) -> None:
+    now = itertools.count(0.0, 10.0)
+    monkeypatch.setattr(transfer_progress, "time", types.SimpleNamespace(monotonic=lambda: next(now)))
+    monkeypatch.setattr(transfer_progress.terminal, "interactive", lambda stream: terminal)
+    with transfer_progress.shown("received") as tell:
+        for done, total in ((900, 1000), (950, 1000), (0, 0), (40, 0)):
+            tell(done, total)
+    lines = [line for line in capsys.readouterr().err.splitlines() if line]
+    if not terminal:
+        assert lines == [
+            "900 B of 1000 B received, 0 B/s",
+            "950 B of 1000 B received, 2 B/s, 20s left",
+            "0 B received, 0 B/s",
+            "40 B received, 2 B/s",
+        ]
 
 
 def test_ctrl_c_ends_the_wait_for_a_store_that_does_not_answer(tmp_path: Path) -> None:

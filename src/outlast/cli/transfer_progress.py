@@ -65,13 +65,23 @@ def interruptible() -> Iterator[threading.Event]:
 def shown(verb: str, *, quiet: bool = False) -> Iterator[Tell]:
     """Yield a callback that shows progress: a bar on a terminal, otherwise a line every few seconds."""
     began = told = time.monotonic()
+    first = last = -1
+
+    def begins(done: int) -> bool:
+        """Return whether another file or stage begins. The bytes that are there by then do not count for the rate."""
+        nonlocal began, first, last
+        another, last = last < 0 or done < last, done
+        if another:
+            began, first = time.monotonic(), done
+        return another
 
     def say(done: int, total: int, files: str = "") -> None:
         nonlocal told
+        begins(done)
         now = time.monotonic()
         if now - told >= _LINE_INTERVAL_S:
             told = now
-            print(line(done, total, verb, now - began, files), file=sys.stderr, flush=True)
+            print(line(done, total, verb, now - began, files, first), file=sys.stderr, flush=True)
 
     if quiet:
         yield lambda *_: None
@@ -92,15 +102,18 @@ def shown(verb: str, *, quiet: bool = False) -> Iterator[Tell]:
         task = bar.add_task(verb, visible=False, files="", rate="")
 
         def draw(done: int, total: int, files: str = "") -> None:
+            if begins(done):
+                bar.reset(task, completed=done)
             rate = f"{units.human_bytes(bar.tasks[0].speed or 0)}/s"
-            bar.update(task, total=total, completed=done, files=files, rate=rate, visible=total > 0 or bool(files))
+            bar.update(task, total=total or None, completed=done, files=files, rate=rate, visible=True)
 
         yield draw
 
 
-def line(done: int, total: int, verb: str, seconds: float, files: str = "") -> str:
-    """Format a progress line: `412/1,000 files, 412 MiB of 1.0 GiB sent, 103 MiB/s, 6.0s left`."""
-    rate = done / seconds if seconds else 0.0
-    left = f", {units.human_seconds((total - done) / rate)} left" if rate else ""
-    counted = f"{files}, " if files else ""
-    return f"{counted}{units.human_bytes(done)} of {units.human_bytes(total)} {verb}, {units.human_bytes(rate)}/s{left}"
+def line(done: int, total: int, verb: str, seconds: float, files: str = "", first: int = 0) -> str:
+    """Format a progress line: `412/1,000 files, 412 MiB of 1.0 GiB sent, 103 MiB/s, 6.0s left`. `first` of the bytes were there
+    before these seconds. A `total` of 0 is unknown."""
+    rate = (done - first) / seconds if seconds else 0.0
+    left = f", {units.human_seconds((total - done) / rate)} left" if rate and total else ""
+    counted, of = f"{files}, " if files else "", f" of {units.human_bytes(total)}" if total else ""
+    return f"{counted}{units.human_bytes(done)}{of} {verb}, {units.human_bytes(rate)}/s{left}"

@@ -295,7 +295,10 @@ def _made(prepare: Callable[[Request], Manifest], how: How) -> None:
                 source, directory = source.absolute(), directory.absolute()
 
             def progress(stage: str, done: int, total: int) -> None:
-                tell(done, total, stage)
+                if total:
+                    tell(done, total, stage)
+                else:  # a stage that does not say how far it is
+                    terminal.say(stage)
 
             known = there if stored else None
             made = prepare(work_units.Request(source, directory, how.processes or 0, progress, known, stop, engine=engine))
