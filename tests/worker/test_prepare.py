@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from outlast.base import file_locks
-from outlast.base.errors import OutlastError, Stopped
+from outlast.base.errors import OutlastError, Stopped, StoreError
 from outlast.job import contract, spec
 from outlast.job.shipping import archives
 from outlast.storage import store
@@ -573,8 +573,11 @@ def test_a_token_of_hugging_face_has_the_name_that_its_libraries_read(prepared):
     assert prepared(env={"HUGGINGFACE_HUB_TOKEN": "hf_1", "HF_TOKEN": "hf_2"})["HF_TOKEN"] == "hf_2"
 
 
-def test_an_empty_object_that_shows_a_directory_of_files_is_no_data(moto: Place):
+def test_an_empty_object_that_shows_a_directory_of_files_is_no_data(moto: Place, monkeypatch: pytest.MonkeyPatch):
     for key in ("data/empty/", "data/full/", "data/full-not/b", "data/full/a", "data/none"):
         moto.server.client.put_object(Bucket=moto.bucket, Key=key, Body=b"x" if key[-1] in "ab" else b"")
     listing = fetch_from_store.look(f"{moto.url}/data", "data[0].from")
     assert [entry.key for entry in listing.entries] == ["full-not/b", "full/a", "none"]
+    monkeypatch.setattr(Store, "head", lambda *_: (_ for _ in ()).throw(StoreError("away", retry=True)))
+    with pytest.raises(StoreError, match="away"):  # else the data would look changed
+        fetch_from_store.look(f"{moto.url}/data", "data[0].from")

@@ -331,8 +331,7 @@ def check_place(store: Store, note: str | None = None) -> None:
 def upload(
     directory: Path, store: Store, note: str, marker: str, state: Path, own: Callable[[str], bool], stop: threading.Event
 ) -> None:
-    """Upload a dataset, whose files `own` tells, and its file `marker` last. An earlier upload with the same `state` is
-    continued."""
+    """Upload a dataset's `own` files, and its file `marker` last. An earlier upload with the same `state` is continued."""
     from outlast.data import dataset_directory as place
     from outlast.storage.sync import push_and_pull
 

@@ -69,8 +69,11 @@ def look(url: str, field: str) -> Listing:
     # Web consoles create a directory as an empty object `directory/`. A listing drops the slash, and `head` finds nothing.
     empty = (thread_pool.Job(entry, 0, partial(place.head, entry.key)) for entry in found if not entry.size)
     with contextlib.closing(thread_pool.work(empty, threading.Event())) as outcomes:
-        absent = {entry.key for entry, _, error in outcomes if isinstance(error, Missing)}
-    entries = tuple(entry for entry in found if entry.size or entry.key not in above | absent)
+        absent = {entry.key: error for entry, _, error in outcomes if error}
+    for error in absent.values():
+        if not isinstance(error, Missing):
+            raise error
+    entries = tuple(entry for entry in found if entry.size or entry.key not in above | absent.keys())
     if not entries and "/" in place.url.partition("://")[2]:
         parent, _, key = place.url.rpartition("/")
         place = store.open_(parent)

@@ -91,8 +91,7 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
 
 
 def error_message(lines: Sequence[str]) -> str:
-    """Return the first error in an installer's output with the lines after it, or else the last line. Below them, builds print
-    the exception that was raised."""
+    """Return the first error in an installer's output with the next lines and the exception below, or else the last line."""
     words = [line.strip() for line in lines if line.strip(" ^~")]
     begin = next((i for i, line in enumerate(words) if re.match(r"error\b|critical\b|×", line, re.IGNORECASE)), -1)
     raised = [line for line in words[begin:][5:] if re.match(r"[\w.]*(Error|Exception)\b", line)]
