@@ -38,6 +38,9 @@ def refusal(*args: object) -> str:
 def test_options_that_spark_cannot_meet_are_one_sentence() -> None:
     for conf in ("x", "executor.memory=4g", "spark.master=yarn"):
         assert refusal(None, None, [conf]).startswith(f"--conf {conf} is not KEY=VALUE of Spark; write --conf spark.executor.mem")
+    for attempts in ("0", "many"):
+        said = f"--conf spark.task.maxFailures={attempts} is not a number of attempts; give 1 or more"
+        assert refusal(None, None, [f"spark.task.maxFailures={attempts}"]) == said
 
 
 def test_under_spark_submit_master_and_configuration_are_those_of_the_submission(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -51,17 +54,18 @@ def test_under_spark_submit_master_and_configuration_are_those_of_the_submission
 
 
 @pytest.mark.parametrize(
-    ("master", "said"),
+    ("master", "conf", "said"),
     [
-        (None, "local[*,4]"),
-        ("local", "local[1,4]"),
-        ("local[3,9]", "local[3,9]"),
-        ("local-cluster[2,1,1024]", "local-cluster[2,1,1024]"),
-        ("spark://a:7077,b:7077", "spark://a:7077,b:7077"),
+        (None, (), "local[*,4]"),
+        ("local", (), "local[1,4]"),
+        ("local[2]", ["spark.task.maxFailures=1"], "local[2,1]"),
+        ("local[3,9]", (), "local[3,9]"),
+        ("local-cluster[2,1,1024]", (), "local-cluster[2,1,1024]"),
+        ("spark://a:7077,b:7077", (), "spark://a:7077,b:7077"),
     ],
 )
-def test_spark_tries_tasks_again_on_one_machine_too(master: str | None, said: str) -> None:
-    assert spark.configuration(spark.settings(master, None, ()))["spark.master"] == said
+def test_spark_tries_tasks_again_on_one_machine_too(master: str | None, conf: Sequence[str], said: str) -> None:
+    assert spark.configuration(spark.settings(master, None, conf))["spark.master"] == said
 
 
 def test_the_configuration_is_the_users_where_it_is_not_ours() -> None:

@@ -508,7 +508,7 @@ def test_a_key_that_is_given_twice_is_a_mistake() -> None:
         ("# nothing yet\n", None, "the file is empty; a job file starts with `apiVersion: outlast.dev/v1alpha1`"),
         ("[1, 2]", 1, "the document (a list) must be a mapping of names to values"),
         ("hello", 1, "the document (hello) must be a mapping of names to values"),
-        ("a: 1\n---\nb: 2\n", 3, "a second document starts here; write one job a file"),
+        ("a: 1\n---\nb: 2\n", 3, "a second document starts here; write one per file"),
         ("a: b: c", 1, "this is not YAML: mapping values are not allowed here (column 5)"),
         ("a:\n\tb: c", 2, "this is not YAML: a tab cannot indent; use spaces (column 1)"),
         ("a: \0", None, "this is not YAML: unacceptable character #x0000: special characters are not allowed"),

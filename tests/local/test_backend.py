@@ -152,6 +152,8 @@ def test_a_job_is_submitted_looked_at_scaled_suspended_resumed_and_cancelled(pla
 
     with pytest.raises(OutlastError, match="no-such-harm"):
         backend.chaos("job", "no-such-harm", worker=None, rng=random.Random(0))
+    with pytest.raises(NotFound, match="job has no worker -1; there are 0, 1"):
+        backend.chaos("job", "kill-worker", worker=-1, rng=random.Random(0))
     with pytest.raises(OutlastError, match=r"3 .*max"):
         backend.scale("job", 3)
     with pytest.raises(OutlastError, match="0 workers train nothing; outlast suspend job"):

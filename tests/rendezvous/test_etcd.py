@@ -213,7 +213,12 @@ def answering(handler: type[Stub]) -> Iterator[int]:
         (200, b"{}", EtcdRefused, "is not an etcd: it answers b'{}'"),
         (503, b"<html>", EtcdAway, "is not well: HTTP 503"),
         (503, b'{"code": 14, "message": "etcdserver: request timed out"}', EtcdAway, "is not well: request timed out"),
-        (429, b'{"code": 8, "message": "etcdserver: mvcc: database space exceeded"}', EtcdRefused, "space exceeded; compact and"),
+        (
+            429,
+            b'{"code": 8, "message": "etcdserver: mvcc: database space exceeded"}',
+            EtcdRefused,
+            "has reached its space quota and accepts no writes (mvcc: database space exceeded); compact and defragment it, or",
+        ),
     ],
 )
 def test_what_answers_wrongly_is_said(status: int, body: bytes, kind: type[Exception], sentence: str) -> None:

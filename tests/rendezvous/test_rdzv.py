@@ -43,7 +43,7 @@ def test_a_run_is_a_page() -> None:
         "run         team/cifar/cifar-1a2b",
         "generation  4",
         "world       members 0, 2 at 10.0.0.5:3333 (2 of 2 workers wait)",
-        "decides     2 on node-b",
+        "decides     member 2 on node-b",
         "why         all is well",
         "",
         "ID  STANDING  GENERATION  ADDRESS        FAILURE  LEASE_S",

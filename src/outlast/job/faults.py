@@ -79,7 +79,7 @@ def load(path: Path) -> tuple[Fault, ...]:
 
 def parse(text: str, *, source: str = "chaos.yaml") -> tuple[Fault, ...]:
     """Parse a schedule from YAML text. Raises InvalidJob with all mistakes in the schedule."""
-    read = yaml_document.read(text, source=source)
+    read = yaml_document.read(text, source=source, start="a schedule starts with `- {step: 40, do: kill-worker}`")
     lines: dict[yaml_document.Place, int] = {("faults", *place): line for place, line in read.lines.items()}
     faults = validation.validated(
         _Schedule, yaml_document.Document({"faults": read.data}, lines, read.problems), source=source

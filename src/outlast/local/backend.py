@@ -296,8 +296,8 @@ class LocalBackend:
         return state_dir.path, Path(run.output), run.store
 
     def chaos(self, name: str, action: str, *, worker: int | None, rng: random.Random) -> str:
-        fault = faults.Fault(do=faults.check(action), worker=worker)
-        return fault_injection.inject(self._existing(name), self.status(name), fault, rng)
+        faults.check(action)
+        return fault_injection.inject(self._existing(name), self.status(name), action, worker, rng)
 
     # Evaluation
 

@@ -28,10 +28,11 @@ _ON_WORKER = ("kill-worker", "term", "evict")
 _DONE = {"term": "terminated", "evict": "terminated", "stop": "stopped", "slow": "slowed down"}
 
 
-def inject(state_dir: StateDir, status: JobStatus, fault: faults.Fault, rng: random.Random) -> str:
-    """Inject a fault now, record it in the ledger, and return a sentence about it. Raises OutlastError."""
-    worker = _target(status, fault.worker, rng, needs_process=fault.do not in _ON_WORKER)
-    if fault.do in _ON_WORKER:
+def inject(state_dir: StateDir, status: JobStatus, action: str, index: int | None, rng: random.Random) -> str:
+    """Inject a fault now into a worker, a random one if `index` is None, record it in the ledger, and return a sentence about it.
+    Raises OutlastError."""
+    worker = _target(status, index, rng, needs_process=action not in _ON_WORKER)
+    if action in _ON_WORKER:
         pid, target = worker.pid, f"worker {worker.index}"
     else:
         rank = rng.choice(worker.ranks)
@@ -41,16 +42,16 @@ def inject(state_dir: StateDir, status: JobStatus, fault: faults.Fault, rng: ran
     if not state_dir.owns(worker.index, pid):
         raise gone
     book = ledger.Ledger(Path(status.output) / contract.LEDGER, "chaos")
-    book.write("chaos", action=fault.do, worker=worker.index, pid=pid)
+    book.write("chaos", action=action, worker=worker.index, pid=pid)
     book.close()
     try:
-        if fault.do == "slow":
+        if action == "slow":
             _slow(pid)
         else:
-            os.kill(pid, _SIGNALS[fault.do])
+            os.kill(pid, _SIGNALS[action])
     except ProcessLookupError:
         raise gone from None
-    return f"{_DONE.get(fault.do, 'killed')} {target} (pid {pid}) at step {status.step}"
+    return f"{_DONE.get(action, 'killed')} {target} (pid {pid}) at step {status.step}"
 
 
 def _target(status: JobStatus, worker: int | None, rng: random.Random, *, needs_process: bool) -> WorkerStatus:

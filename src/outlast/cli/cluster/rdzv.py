@@ -58,13 +58,13 @@ def show(endpoint: EndpointOption, run: RunOption = None, output: OutputOption =
 def page(run: Run) -> str:
     """Format a run with its members as text."""
     known = facts(run)
-    world, members = known["world"], known["members"]
+    world, members, decides = known["world"], known["members"], run.coordinator
     top = {
         "run": run.name,
         "nnodes": known["nnodes"],
         "generation": known["generation"] or None,
         "world": f"members {', '.join(map(str, world['members']))} at {world['address']} ({world['reason']})" if world else None,
-        "decides": " on ".join(f"{each}" for each in (known["decides"] or {}).values() if each is not None) or "nobody",
+        "decides": (f"member {decides.id} on " * (decides.id is not None) + decides.host) if decides else "nobody",
         "why": known["why"],
         "forgotten": f"in {run.left_s} s" if run.closed and run.left_s is not None else None,
     }

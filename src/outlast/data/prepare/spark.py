@@ -33,6 +33,7 @@ PARTITIONS = 4096
 driver."""
 FAILURES = 4
 """Maximum number of attempts per task; Spark's default."""
+_ATTEMPTS = "spark.task.maxFailures"
 _POLL_S = 0.1
 _END_S = 10.0
 """Timeout in seconds for a cancelled job to end."""
@@ -62,6 +63,8 @@ def settings(master: str | None, partitions: int | None, conf: Sequence[str]) ->
                 f"--conf {each} is not KEY=VALUE of Spark; write --conf spark.executor.memory=4g, and --master for the master"
             )
         given[key] = value
+    if not re.fullmatch(r"[1-9]\d*", attempts := given.get(_ATTEMPTS, "1")):
+        raise OutlastError(f"--conf {_ATTEMPTS}={attempts} is not a number of attempts; give 1 or more")
     if submitted() and (master or given):
         raise OutlastError(
             f"{'--master' if master else '--conf'} is for spark-submit, which runs this; give it before the program"
@@ -77,7 +80,7 @@ def submitted() -> bool:
 def configuration(settings: Settings) -> dict[str, str]:
     """Return the Spark configuration for a session. Libraries are limited to one thread because a unit runs on one core."""
     local = re.fullmatch(r"local(?:\[([^,\]]+)\])?", settings.master)  # local Spark retries only if given a number of attempts
-    master = f"local[{local[1] or 1},{FAILURES}]" if local else settings.master
+    master = f"local[{local[1] or 1},{settings.conf.get(_ATTEMPTS, FAILURES)}]" if local else settings.master
     threads = {"RAYON_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
     defaults = {"spark.app.name": "outlast data prepare", "spark.ui.enabled": "false", "spark.ui.showConsoleProgress": "false"}
     of_executors = {f"spark.executorEnv.{name}": value for name, value in threads.items()}
@@ -111,7 +114,7 @@ class Engine:
         parts = min(self._settings.partitions or PARTITIONS, len(units))
         groups = [units[i::parts] for i in range(parts)]
         progress = context.accumulator((0, ()), _Progress())
-        attempts = int(context.getConf().get("spark.task.maxFailures", str(FAILURES)))
+        attempts = int(context.getConf().get(_ATTEMPTS, str(FAILURES)))
         run = functools.partial(_run, task=task, progress=progress, attempts=attempts)
         group = uuid.uuid4().hex
 

@@ -17,6 +17,7 @@ from outlast.base.errors import InvalidJob
 
 _NULL = "tag:yaml.org,2002:null"
 _MERGE = "tag:yaml.org,2002:merge"
+_JOB = "a job file starts with `apiVersion: outlast.dev/v1alpha1`"
 _REPEATS = 10_000
 """Maximum number of values that a document's aliases may repeat. Aliases of aliases multiply: nine lines can expand to 10^9
 values."""
@@ -43,8 +44,9 @@ class Document:
         return None
 
 
-def read(text: str, *, source: str, verbatim: Callable[[Place], bool] = lambda _: False) -> Document:
-    """Parse the only document in `text`. Raises InvalidJob if the text has no document or several, or is not YAML."""
+def read(text: str, *, source: str, verbatim: Callable[[Place], bool] = lambda _: False, start: str = _JOB) -> Document:
+    """Parse the only document in `text`. Raises InvalidJob if the text has no document or several, or is not YAML. `start` says
+    how such a file begins."""
 
     def wrong(line: int | None, sentence: str) -> InvalidJob:
         return InvalidJob([(line, sentence)], source=source)
@@ -52,9 +54,9 @@ def read(text: str, *, source: str, verbatim: Callable[[Place], bool] = lambda _
     try:
         nodes = [node for node in yaml.compose_all(text, yaml.SafeLoader) if node.tag != _NULL]
         if len(nodes) > 1:
-            raise wrong(nodes[1].start_mark.line + 1, "a second document starts here; write one job a file")
+            raise wrong(nodes[1].start_mark.line + 1, "a second document starts here; write one per file")
         if not nodes:
-            raise wrong(None, "the file is empty; a job file starts with `apiVersion: outlast.dev/v1alpha1`")
+            raise wrong(None, f"the file is empty; {start}")
         document = Document(data=None, lines={})
         data = _Walk(yaml.SafeLoader(""), document, verbatim, source).value(nodes[0], ())
         return Document(data, document.lines, document.problems)

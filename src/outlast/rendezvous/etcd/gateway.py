@@ -46,8 +46,8 @@ _UNAUTHENTICATED = 16
 _OLD = re.compile("revision .* is old")
 """etcd's message for an outdated JWT."""
 _NO_USER = "user name is empty"
-_REFUSED = re.compile(f"database space exceeded|{_NO_USER}|authentication failed|permission denied")
-"""etcd's messages for requests that a retry cannot help."""
+_REFUSED = re.compile(f"{_NO_USER}|authentication failed|permission denied")
+"""etcd's messages for requests that this user may not make."""
 OPTIONS = {
     "prefix": Env.ETCD_PREFIX,
     "cacert": Env.ETCD_CACERT,
@@ -396,10 +396,11 @@ class Etcd:
             raise _Expired(message)
         if "lease not found" in message:
             raise LeaseGone(message)
+        if "space exceeded" in message:
+            remedy = "compact and defragment it, or raise its --quota-backend-bytes; then run `etcdctl alarm disarm`"
+            raise EtcdRefused(f"etcd at {where} has reached its space quota and accepts no writes ({message}); {remedy}")
         if code == _UNAUTHENTICATED or _REFUSED.search(message):
             remedy = f"set a user ({Env.ETCD_USER}, ...) who may read and write below {self.address.prefix}/"
-            if "space" in message:
-                remedy = "compact and defragment it, or raise its quota"
             raise EtcdRefused(f"etcd at {where} refuses user {user!r}: {message}; {remedy}")
         if code in _AGAIN:
             raise EtcdAway(f"etcd at {where} is not well: {message}")
