@@ -39,7 +39,8 @@ _PRIVATE = ("_models", "_optimizers", "_schedulers", "_dataloaders", "_custom_ob
 def attach(
     accelerator: accelerate.Accelerator, batch: int, epochs: int, *, loader: Any = None, seed: int = 0, output: str | Path = "out"
 ) -> Run:
-    """Restore the newest state of this run, and return the `Run`. Call this after `accelerator.prepare`. A collective.
+    """Restore the newest state of this run, and return the `Run`. Call this after `accelerator.prepare`. All ranks must call
+    this.
 
     `batch` is the number of samples per optimizer step, over all ranks; micro-batches have at most the loader's `batch_size`, and
     `accelerator.gradient_accumulation_steps` is set accordingly. `loader` may be omitted if only one loader is prepared. The
@@ -148,7 +149,7 @@ class Run:
     def step(self, **values: Any) -> None:
         """Report the end of a micro-batch. After an optimizer step, log `values` and take a snapshot or checkpoint if one is due.
 
-        If any rank is interrupted, raises SystemExit(75) once the step is saved. A collective.
+        If any rank is interrupted, raises SystemExit(75) once the step is saved. All ranks must call this.
         """
         if not self._accelerator.sync_gradients:
             return

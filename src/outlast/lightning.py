@@ -272,8 +272,8 @@ class _Attachment:
 
     @contextlib.contextmanager
     def validating(self, batches: list[Any]) -> Iterator[None]:
-        """Keep a validation from changing the random state, then save the checkpoint that waits for it. A collective if the
-        validation follows a step."""
+        """Keep a validation from changing the random state, then save the checkpoint that waits for it. All ranks must call this
+        if the validation follows a step."""
         trainer, run = self.trainer, self.run
         ended = run is not None and not trainer.sanity_checking and not trainer.fit_loop._should_accumulate()
         with checkpoint.kept_generators():

@@ -233,7 +233,7 @@ class Loader:
                     yield self.collate([self.dataset[index] for index in indices])
 
     def state_dict(self) -> dict[str, int]:
-        """Return the position. Raises ValueError within a step."""
+        """Return the position. Raises ValueError in the middle of a step."""
         steps, begun = divmod(self._handed_out, self.sampler.accumulate)
         if begun:
             raise ValueError(f"the loader is {begun} of {self.sampler.accumulate} micro-batches into a step; save between steps")

@@ -190,7 +190,9 @@ def test_the_chaos_schedule_is_checked_and_handed_on(backend: fake.FakeBackend, 
         f"{schedule}:4: faults[3].worker (x) must be a whole number",
     ]
     schedule.write_text("# none yet\n")
-    assert "the file is empty; a schedule starts with `- {step: 40, do" in outlast(backend, "run", job_file, "--chaos", schedule)[2]
+    assert (
+        "the file is empty; a schedule starts with `- {step: 40, do" in outlast(backend, "run", job_file, "--chaos", schedule)[2]
+    )
     schedule.write_text("- {step: 4, do: kill-worker, worker: 1}\n")
     assert outlast(backend, "run", job_file, "--chaos", schedule)[0] == 0
     assert backend.chaos_schedule == schedule

@@ -5,7 +5,7 @@
     "500m", "2", 0.5     <->  cores (float)      cores, cores_text
     "5m", "200 steps"    <->  Every              Every.parse, str()
 
-A parser `x` turns the text that `x_text` returns into the same value again. Quantities are as in Kubernetes
+A parser `x` turns what `x_text` returns back into the same value. Quantities are as in Kubernetes
 (https://kubernetes.io/docs/reference/kubernetes-api/common-definitions/quantity/). Parsers raise ValueError with the rest of a
 sentence that begins with the value: `5 min` *is not a duration; write 90s, 5m, 1h30m or 2d*.
 """

@@ -58,7 +58,7 @@ def how_ended(status: int) -> str:
 
 
 class OpenWords(enum.StrEnum):
-    """Words of which a newer version may know more: any other word is read as the empty one, UNKNOWN."""
+    """An enum to which newer versions may add words: an unknown word is read as UNKNOWN, the empty string."""
 
     @classmethod
     def _missing_(cls, value: object) -> Self:

@@ -138,7 +138,8 @@ class BatchNorm(nn.BatchNorm2d):
 
 @torch.no_grad()
 def statistics(model: nn.Module, share: float) -> None:
-    """Update BatchNorm's running statistics with momentum 0.1. `share` is the rank's share of the step's images. A collective."""
+    """Update BatchNorm's running statistics with momentum 0.1. `share` is the rank's share of the step's images. All ranks must
+    call this."""
     norms = [layer for layer in model.modules() if isinstance(layer, BatchNorm)]
     step = torch.cat([norm.batch_statistics for norm in norms], 1) * share  # (2, all channels)
     if dist.get_world_size() > 1:

@@ -308,13 +308,14 @@ def first(s: Settings, corpus: Corpus) -> tuple[GPT, Record]:
 
 
 def dtype(s: Settings, where: torch.device, run: Session | None = None) -> torch.dtype:
-    """Return the data type for matrix products. A collective if `run` is given."""
+    """Return the data type for matrix products. All ranks must call this if `run` is given."""
     requested = "float32" if s.dtype == "auto" and where.type == "cpu" else s.dtype
     return device.dtype(requested, where, run.gather if run else None)
 
 
 def numbered(model: GPT, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return the optimizer's state in nanoGPT's format, which numbers parameters, first those with weight decay. A collective."""
+    """Return the optimizer's state in nanoGPT's format, which numbers parameters, first those with weight decay. All ranks must
+    call this."""
     whole = StateDictOptions(full_state_dict=True, cpu_offload=True)
     state: dict[str, Any] = get_optimizer_state_dict(model, optimizer, options=whole)
     if not state:

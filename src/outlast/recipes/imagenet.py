@@ -240,7 +240,7 @@ def rate(s: Settings, step: int, per_epoch: int) -> float:
 
 
 def position(batch: Any, stream: Stream) -> int:
-    """Return how many steps of the current batch size precede a batch."""
+    """Return the number of steps before a batch, counted with the current batch size."""
     return int(batch.epoch * stream.steps_per_epoch + batch.start // stream.batch)
 
 

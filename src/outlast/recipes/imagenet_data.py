@@ -25,7 +25,7 @@ PACKED_AT_ONCE = 16 * 2**30  # maximum bytes of decoded images to pack by defaul
 
 
 def opened(s: Settings, run: Session | None = None) -> Pictures | Synthetic:
-    """Open the data that the settings name. A collective if `run` is given. Raises OutlastError for unusable data."""
+    """Open the data that the settings name. All ranks must call this if `run` is given. Raises OutlastError for unusable data."""
     if s.synthetic:
         return Synthetic(s)
     place = directory(s)

@@ -140,7 +140,7 @@ class Statistics:
         torch._foreach_copy_(self._running, self._start)
 
     def end(self, ranks: int) -> None:
-        """Set the statistics to the mean over all ranks. Call this after the last micro-batch. A collective."""
+        """Set the statistics to the mean over all ranks. Call this after the last micro-batch. All ranks must call this."""
         if ranks > 1:
             flat = torch.cat(self._mean)
             dist.all_reduce(flat)

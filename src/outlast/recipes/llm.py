@@ -228,7 +228,8 @@ class Training(loop.Recipe):
         self.record.elapsed_s = self.elapsed_s
 
     def validate(self, step: int, directory: str, epoch: int) -> float:
-        """Return the validation loss, or NaN if there is no validation data. Records the best loss so far. A collective."""
+        """Return the validation loss, or NaN if there is no validation data. Records the best loss so far. All ranks must call
+        this."""
         record = self.record
         if self.parts.val is None:
             return math.nan
@@ -244,7 +245,8 @@ class Training(loop.Recipe):
         return loss
 
     def mean(self, samples: Samples) -> float:
-        """Return the mean loss over the learned tokens of all samples, which are divided among the ranks. A collective."""
+        """Return the mean loss over the learned tokens of all samples, which are divided among the ranks. All ranks must call
+        this."""
         run = self.run
         begin, end = share_of(len(samples), run.world_size, run.rank)
         rows = validation(self.parts, samples, range(begin, end), self.s)
@@ -265,7 +267,8 @@ class Training(loop.Recipe):
         return float(sum(each for each, _ in sums) / sum(count for _, count in sums))
 
     def write(self, name: str) -> dict[str, Tensor]:
-        """Write the model to a directory in Hugging Face's format. Returns the trained tensors on rank 0. A collective."""
+        """Write the model to a directory in Hugging Face's format. Returns the trained tensors on rank 0. All ranks must call
+        this."""
         llm_model, run, parts = _llm_model(), self.run, self.parts
         tensors: dict[str, Tensor] = llm_model.whole(self.tuned.model, keep=run.rank == 0)
         with results.by_rank_0(run) as writes:
@@ -328,7 +331,7 @@ class Parts:
 
     @classmethod
     def load(cls, s: Settings, where: torch.device, run: Session | None) -> Parts:
-        """Load all parts. A collective if `run` is given.
+        """Load all parts. All ranks must call this if `run` is given.
 
         One process per machine tokenizes the data, and its errors are raised on all ranks.
         """
@@ -416,7 +419,7 @@ def data(s: Settings, tokenizer: Path, vocabulary: int, run: Session | None) -> 
 
 
 def bfloat16(s: Settings, where: torch.device, run: Session | None) -> bool:
-    """Return whether matrix products are computed in bfloat16. A collective if `run` is given."""
+    """Return whether matrix products are computed in bfloat16. All ranks must call this if `run` is given."""
     if s.bf16 and s.dtype == "float32":
         raise OutlastError("--bf16 and --dtype float32 contradict each other; leave out one of the two")
     return s.bf16 or device.dtype(s.dtype, where, run.gather if run else None) == torch.bfloat16

@@ -308,7 +308,8 @@ def _alike(one: Tensor, other: Tensor, error: float) -> bool:
 
 
 def whole(model: nn.Module, *, keep: bool) -> dict[str, Tensor]:
-    """Gather the trainable parameters from all shards to the CPU. Without `keep`, returns an empty dictionary. A collective."""
+    """Gather the trainable parameters from all shards to the CPU. Without `keep`, returns an empty dictionary. All ranks must
+    call this."""
     gathered = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:

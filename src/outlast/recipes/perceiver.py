@@ -223,7 +223,8 @@ class Training(loop.Recipe):
 
     @torch.inference_mode()
     def measure(self, step: int) -> float:
-        """Return the mean loss on the validation clips, which are divided among the ranks. The points are always the same."""
+        """Return the mean loss on the validation clips, which are divided among the ranks. Every measurement uses the same points
+        of a clip."""
         s, run = self.s, self.run
         points = queried(self.model.config, s, -1)
         first, last = share_of(len(self.data.val or ()), run.world_size, run.rank)
@@ -295,11 +296,11 @@ class Speed:
 
     @property
     def mean(self) -> float | None:
-        """Mean number of clips per second, or None before the second line."""
+        """Mean number of clips per second, or None until the log has two lines."""
         return sum(self._windows) / len(self._windows) if self._windows else None
 
     def add(self, speed: float) -> float:
-        """Add a line's speed. Returns the mean, or 0 before the second line."""
+        """Add the speed that a log line reports. Returns the mean, or 0 for the first line."""
         if self._compiled and speed:
             self._windows.append(speed)
         self._compiled = True

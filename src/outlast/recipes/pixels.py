@@ -119,7 +119,7 @@ def packed(place: str | os.PathLike[str], part: str = "train") -> Packed:
 
 
 def agreed(run: Session, *datasets: Packed) -> None:
-    """Raise OutlastError on all ranks if machines have packed different images. A collective; call it before `run.resume`."""
+    """Raise OutlastError on all ranks if machines have packed different images. All ranks must call this, before `run.resume`."""
     prints = run.gather([dataset.fingerprint for dataset in datasets])
     if others := [rank for rank, each in enumerate(prints) if each != prints[0]]:
         raise OutlastError(

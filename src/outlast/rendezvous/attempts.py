@@ -153,7 +153,7 @@ def listed(past: Iterable[Past]) -> list[dict[str, Any]]:
 
 
 def previous_start(generation: int, attempt: int) -> tuple[int, int]:
-    """Return an upper bound for the preceding generation and attempt, because no generation has a billion attempts."""
+    """Return a (generation, attempt) that is not below any earlier start's: no generation has a billion attempts."""
     return (generation, attempt - 1) if attempt else (generation - 1, 10**9)
 
 

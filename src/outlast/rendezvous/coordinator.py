@@ -92,7 +92,7 @@ class Fence:
 
 @dataclass(frozen=True)
 class Send:
-    """Send a message to members. An owner whose members read the published state can ignore this effect."""
+    """Send a message to members. A coordinator whose members read its published state can ignore this effect."""
 
     to: Iterable[int]
     kind: str
@@ -200,8 +200,8 @@ class CoordinatorState(who_trains.State):
         return messages.Closed(end.reason, end.code, end.end) if end and end.code != contract.Exit.INTERRUPTED else None
 
     def uncounted(self, reported: Iterable[tuple[Pending, bool]]) -> list[Pending]:
-        """Return the reported failures that must still be judged. `reported` pairs each failure with the `again` of its
-        `messages.Report`, because the world may have moved on without a restarted worker.
+        """Return the reported failures that must still be judged. `reported` pairs each failure with its report's `again`: a
+        restarted worker may report a failure of a world that is over.
 
         An echo belongs to the call that the counted failure of its generation has caused, even if it comes from a later attempt
         that some members had already begun. Any other failure counts by itself. A member that left counts as failed only if other

@@ -54,7 +54,7 @@ class Calls:
 
     def meet(self, call: str, position: int, numbers: Sequence[float] = ()) -> list[float]:
         """Return the sums of `numbers` over all ranks. Raises OutlastError on all ranks if they are in different calls or at
-        different positions of their streams. A collective."""
+        different positions of their streams. All ranks must call this."""
         if self.ranks == 1:
             return list(numbers)
         watch = deadlocks.watch()

@@ -13,14 +13,14 @@ wrapped: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
 
 
 def wrap(model: torch.nn.Module, device: torch.device, **options: Any) -> DistributedDataParallel:
-    """Wrap a model in DDP on `device`, with the final gradient buckets from the first step on. A collective."""
+    """Wrap a model in DDP on `device`, with the final gradient buckets from the first step on. All ranks must call this."""
     net = DistributedDataParallel(model.to(device), device_ids=None if device.index is None else [device.index], **options)
     settle(net)
     return net
 
 
 def wrap_again(net: DistributedDataParallel, device: torch.device, **options: Any) -> None:
-    """Bind a module returned by `wrap` to the current process group, as a new process would. A collective."""
+    """Bind a module returned by `wrap` to the current process group, as a new process would. All ranks must call this."""
     module, training = net.module, net.training
     for name in ("reducer", "logger"):  # they hold the previous group's threads
         vars(net).pop(name, None)
@@ -30,8 +30,8 @@ def wrap_again(net: DistributedDataParallel, device: torch.device, **options: An
 
 
 def settle(net: torch.nn.Module) -> None:
-    """Give DDP its final gradient buckets before the first step, by a backward pass in which all gradients are zero. A
-    collective. Afterwards, gradients are None. Does nothing if the module is not wrapped in DDP."""
+    """Give DDP its final gradient buckets before the first step, by a backward pass in which all gradients are zero. All ranks
+    must call this. Afterwards, gradients are None. Does nothing if the module is not wrapped in DDP."""
     if not isinstance(net, DistributedDataParallel):
         return
     wrapped.add(net)

@@ -117,16 +117,16 @@ class Keeper:
         self._own = 0
 
     def opened(self, meet: Callable[[str, float], Sequence[float]]) -> None:
-        """Start counting the calls before the first batch. Raises OutlastError if only some ranks keep their processes. A
-        collective. If kept and new processes make different calls before the second batch, the world restarts instead of ending
-        the job."""
+        """Start counting the calls before the first batch. Raises OutlastError if only some ranks keep their processes. All ranks
+        must call this. If kept and new processes make different calls before the second batch, the world restarts instead of
+        ending the job."""
         self._mixed = any(meet(_OPEN, training_process.kept))
         deadlocks.watch().call = ""
         deadlocks.watch().code = Exit.FAILED if self._mixed else Exit.MISCONFIGURED
         self._calls, self._own, self._batches, self._opened_at = [], 0, 0, _counted()
 
     def meet(self, calls: Calls, call: str, position: int, numbers: Sequence[float]) -> list[float]:
-        """Record a call, and make it with `Calls.meet`. A collective."""
+        """Record a call, and make it with `Calls.meet`. All ranks must call this."""
         if self.refusal is None:
             self._calls.append(call)
         if call.startswith(_RESUME):
@@ -134,7 +134,7 @@ class Keeper:
         return calls.meet(call, position, numbers)
 
     def wrap(self, model: torch.nn.Module, device: torch.device, options: Mapping[str, Any]) -> DistributedDataParallel:
-        """Wrap and record the model. A collective."""
+        """Wrap and record the model. All ranks must call this."""
         before = _counted()
         net = ddp.wrap(model, device, **options)
         self._own += _difference(before)
@@ -157,7 +157,7 @@ class Keeper:
                 thing._between = between
 
     def resume(self, resume: Callable[[Mapping[str, Any]], int], state: Mapping[str, Any], step: int) -> None:
-        """Load the state saved at `step`. Raises NotRestored if `resume` loads another step. A collective."""
+        """Load the state saved at `step`. Raises NotRestored if `resume` loads another step. All ranks must call this."""
         with same_groups(state):
             restored = resume(state)
         if restored != step:

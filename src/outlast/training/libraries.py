@@ -34,7 +34,8 @@ def split(accelerator: Any) -> str:
 
 
 def boundary(run: Session, step: int, *, measured_later: bool) -> bool:
-    """End a step. With `measured_later`, return whether the caller must save after the step's evaluation. A collective."""
+    """End a step. With `measured_later`, return whether the caller must save after the step's evaluation. All ranks must call
+    this."""
     if not measured_later:
         run.boundary(step)
     elif run.interrupted():

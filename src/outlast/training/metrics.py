@@ -96,7 +96,7 @@ class Copy:
 
     def even_out(self, disks: Disks, step: int) -> str:
         """Remove the lines after `step`, and copy the file with the most remaining steps to all disks. Returns why this failed on
-        this rank, or an empty string. A collective of the leaders, in the training thread."""
+        this rank, or an empty string. All leaders must call this, in the training thread."""
         problem, own = "", (-1, 0, 0)
         try:
             truncate_after(self.path, step)
@@ -156,8 +156,8 @@ class Copy:
         return step, size, crc
 
     def resumed(self, step: int, disks: Disks, lines: str) -> None:
-        """Remove the lines after `step`, add the `lines` of a snapshot, and make the files on all disks equal. A collective of
-        the leaders."""
+        """Remove the lines after `step`, add the `lines` of a snapshot, and make the files on all disks equal. All leaders must
+        call this."""
         if not disks.several and disks.rank == 0:
             with contextlib.suppress(OSError):  # the file may then have some steps twice
                 truncate_after(self.path, step)

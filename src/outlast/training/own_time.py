@@ -45,7 +45,7 @@ class OwnTimes:
         self.begin({})
 
     def begin(self, state: Mapping[str, Any]) -> None:
-        """Begin a window for the streams in `state`. The time since the last step does not count as a step."""
+        """Begin a window of measurements, with the streams in `state`. The time since the last step does not count as a step."""
         self._work = _work(state, self._calls.ranks)
         self._last: tuple[float, float] | None = None
         self._step: tuple[float, float] | None = None
@@ -95,7 +95,7 @@ class OwnTimes:
         return rate
 
     def _compare(self, record: Progress) -> None:
-        """End the window, and report ranks that have become slow or have stopped being slow. A collective."""
+        """End the window, and report ranks that have become slow or have stopped being slow. All ranks must call this."""
         samples, self._samples, self._opened = self._samples, [], self._clock()
         own_s, error_s = slow_ranks.measured(samples) if len(samples) >= _LEAST else (0.0, 0.0)
         every = self._gather((own_s, error_s, int(os.environ.get(Env.WORKER, record.rank)), os.environ.get(Env.NODE, "")))

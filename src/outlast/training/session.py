@@ -69,7 +69,7 @@ _LAST_SAVE_S = 10.0
 
 
 def open(seed: int = 0, *, quiet: bool = False, keep_process: bool = False) -> Session:
-    """Open this process's session: `with session.open(seed=0) as run:`. A collective.
+    """Open this process's session: `with session.open(seed=0) as run:`. All ranks must call this.
 
     Joins the process group that the environment describes (Outlast's or torchrun's; otherwise the world has one rank), with gloo
     on the CPU and NCCL on GPUs. `seed` seeds Python, numpy and torch identically on every rank, so that all ranks create the same
@@ -93,7 +93,7 @@ def attach(seed: int = 0, *, output: Path | None = None, quiet: bool = False, ba
 
     The process group stays open at the end; if there is none, the world has one rank. Outside a job, `output` is the output
     directory. `batch` is the number of samples per step; later worlds of a job only have numbers of ranks that divide it.
-    Otherwise like `open`. A collective.
+    Otherwise like `open`. All ranks must call this.
     """
     return Session(seed, quiet, attached=True, output=output, batch=batch)
 
@@ -250,7 +250,8 @@ class Session:
             dist.destroy_process_group()
 
     def _meet(self, call: str, *numbers: float) -> list[float]:
-        """Return the sums of `numbers` over all ranks. Raises OutlastError if ranks are in different calls. A collective."""
+        """Return the sums of `numbers` over all ranks. Raises OutlastError if ranks are in different calls. All ranks must call
+        this."""
         if self._closed:
             raise OutlastError(f"{call} comes after the end of the session; move it into its `with` block")
         if self._keeper:
@@ -263,7 +264,7 @@ class Session:
 
         Plain DDP rebuilds its gradient buckets after the first backward pass. With three or more ranks, this changes the bits of
         the gradients' sums, so a resumed run would differ from an uninterrupted one. This method makes DDP rebuild the buckets
-        before the first step (docs/decisions/0003). Raises OutlastError for `static_graph`. A collective.
+        before the first step (docs/decisions/0003). Raises OutlastError for `static_graph`. All ranks must call this.
         """
         if options.get("static_graph"):
             raise OutlastError(
@@ -284,7 +285,7 @@ class Session:
 
         Raises OutlastError if the saved state does not fit `state`, or if there is no saved state and `output` is not writable.
         Raises NoRoom if a disk is too full for a copy of a checkpoint, and NotRestored if a store or a worker's memory cannot be
-        read. A collective.
+        read. All ranks must call this.
         """
         mistakes.check_mapping(state)
         checkpoint.check(state)
@@ -338,7 +339,7 @@ class Session:
 
         Libraries call this to learn the training position before modules and optimizers exist, so `state` contains none of these.
         The call of `resume` that must follow loads the whole state of the same step and restores random numbers. Raises the same
-        errors as `resume`. A collective.
+        errors as `resume`. All ranks must call this.
         """
         mistakes.check_mapping(state)
         checkpoint.check(state)
@@ -375,7 +376,7 @@ class Session:
 
     @mistakes.public("values = run.gather(value)")
     def gather(self, value: Any) -> list[Any]:
-        """Return the values of all ranks, in rank order. `value` must be picklable. A collective."""
+        """Return the values of all ranks, in rank order. `value` must be picklable. All ranks must call this."""
         self._meet("run.gather()")
         return self._disks.gather(value)
 
@@ -386,7 +387,8 @@ class Session:
         Read the file with `torch.load(path, weights_only=True)`. If its name ends in `.safetensors`, it is written and read with
         the package safetensors (`pip install safetensors`). Keys are those of the plain module, without DDP's prefix. FSDP2's
         shards are gathered, tensor by tensor. Rank 0 writes the file and needs CPU memory for the whole model. The call returns
-        on all ranks once the file is complete. Raises OutlastError on all ranks if the file cannot be written. A collective.
+        on all ranks once the file is complete. Raises OutlastError on all ranks if the file cannot be written. All ranks must
+        call this.
         """
         path = self.output / name
         weights.check(path, model)
@@ -461,7 +463,7 @@ class Session:
         """Return whether to save and leave: True on all ranks once any rank is interrupted. Call this once per step.
 
         Ctrl-C, a change of size and a reclaimed machine interrupt a run. `run.seconds_left` is then the time left. Each call
-        costs one small all-reduce. A collective.
+        costs one small all-reduce. All ranks must call this.
         """
         notified = self._notice is not None and self._notice.exists()
         late = self.rank == 0 and self._saves.late(self._every)
@@ -488,7 +490,7 @@ class Session:
 
         `step` is the number of optimizer steps done. The result is the same on all ranks, and False while a save is in progress.
         Calls `interrupted` if the script has not called it in this step. Raises OutlastError if `step` does not advance with the
-        stream. A collective.
+        stream. All ranks must call this.
         """
         step = mistakes.whole(step)
         self._saves.advanced(f"run.due({step})", step)
@@ -510,7 +512,8 @@ class Session:
         """Take a snapshot after `step`, save if a checkpoint is due, and leave if any rank is interrupted (see `save`).
 
         Libraries and plain loops call this at the end of each step, instead of `interrupted`, `due` and `save`. If steps are
-        short, the ranks do not vote on saving and leaving in each of them, but at least four times a second. A collective.
+        short, the ranks do not vote on saving and leaving in each of them, but at least four times a second. All ranks must call
+        this.
         """
         if step < self._pace.next and not self._saves.due(step, self._every):
             self._saves.advanced(f"run.boundary({step})", step)
@@ -538,7 +541,7 @@ class Session:
         continues in the next world or ends before the next batch. If the last saves took longer than the time left, the call only
         waits for the save in progress, and training later continues from the newest checkpoint. If a save fails, e.g. because the
         disk is full, this is reported, and training continues. Raises OutlastError before `resume`, if `step` does not advance
-        with the stream, or if a Stream that is being read is not in the state. A collective.
+        with the stream, or if a Stream that is being read is not in the state. All ranks must call this.
         """
         step = mistakes.whole(step)
         value = None if metric is None else mistakes.number("metric", metric)

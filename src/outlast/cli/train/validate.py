@@ -1,4 +1,4 @@
-"""`outlast validate | convert`: checking job files, and making them of Kubeflow's documents."""
+"""`outlast validate | convert`: checking job files, and making them from Kubeflow's documents."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def validate(
 
 
 def convert(file: FileArgument) -> None:
-    """Print the job file of a TrainJob or PyTorchJob of Kubeflow.
+    """Translate a TrainJob or PyTorchJob of Kubeflow to a job file.
 
     Standard error has a line for each field that is assumed or dropped. A document that cannot be converted is rejected with one
     sentence. run, submit and render accept Kubeflow documents directly, and print the same lines. The file - is standard input.

@@ -66,7 +66,8 @@ def output() -> Path:
 
 @contextlib.contextmanager
 def by_rank_0(run: Session) -> Iterator[bool]:
-    """Yield whether this is rank 0, which then writes files. If rank 0 raises OutlastError, all ranks raise it. A collective."""
+    """Yield whether this is rank 0, which then writes files. If rank 0 raises OutlastError, all ranks raise it. All ranks must
+    call this."""
     problem = ""
     try:
         with run.alive():

@@ -68,7 +68,7 @@ class Order(order.BatchSampler):
 
 
 class Loader(DataLoader[Any]):
-    """A loader with another loader's dataset, collator and workers, but with seeded samples in our order."""
+    """A loader that reads another loader's dataset with the same settings, but in our order, and with seeded samples."""
 
     def __init__(self, other: DataLoader[Any], order: Order, seed: int) -> None:
         super().__init__(

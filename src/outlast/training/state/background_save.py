@@ -148,8 +148,8 @@ class Saver:
         return max(0.0, (self.least_s or 0.0) - (time.monotonic() - self._began)) if self.busy else 0.0
 
     def begin(self, step: int, flat: Flat, metric: checkpoints.Metric | None = None) -> None:
-        """Copy `flat` and start saving it. The previous save must have ended (`wait`). Only rank 0's `metric` counts. A
-        collective."""
+        """Copy `flat` and start saving it. The previous save must have ended (`wait`). Only rank 0's `metric` counts. All ranks
+        must call this."""
         if self._group is None:
             self._group = deadlocks.watch().own(dist.new_group(backend="gloo"))
         self._outcome = None
@@ -161,7 +161,7 @@ class Saver:
         released.set()
 
     def connect_again(self) -> None:
-        """Let the next save open new connections. No save may be in progress. A collective."""
+        """Let the next save open new connections. No save may be in progress. All ranks must call this."""
         self._group, self.broken = None, False
         self._disks.connect()
 
@@ -229,8 +229,8 @@ class Saver:
         return None
 
     def _commit(self, step: int, target: Path, answers: list[Written], begun: float) -> Outcome:
-        """Commit the checkpoint on every disk, beginning with rank 0's. Never raises, since other ranks wait for the result. A
-        collective of the leaders."""
+        """Commit the checkpoint on every disk, beginning with rank 0's. Never raises, since other ranks wait for the result. All
+        leaders must call this."""
         disks, first = self._disks, self._rank == 0
         problem = next((written.problem for written in answers if written.problem), "")
         files = {name: file for written in answers for name, file in written.files.items()}

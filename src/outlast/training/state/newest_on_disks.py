@@ -88,8 +88,8 @@ class Offered:
 
 
 def valid(search: Search, offered: Offered, after: tuple[int, int] | None = None) -> checkpoints.Checkpoint | None:
-    """Return the newest checkpoint that is valid on a disk, or None, and copy it to the other disks. A collective. With `after`,
-    (generation, step), only later checkpoints count. Raises NoRoom on all ranks if a copy fails."""
+    """Return the newest checkpoint that is valid on a disk, or None, and copy it to the other disks. All ranks must call this.
+    With `after`, (generation, step), only later checkpoints count. Raises NoRoom on all ranks if a copy fails."""
     offers, disks, report, held = offered.disks, search.disks, search.report, search.held
     directory, run = search.directory, search.run
     for candidate in _candidates(offers):
@@ -167,7 +167,7 @@ def _checked(path: Path, candidate: _Offer, offers: _Offers, search: Search) -> 
 
 
 def _copy_to_disks(path: Path, problems: list[str], disks: Disks, held: contextlib.ExitStack, report: Report) -> None:
-    """Copy a checkpoint from the first disk without a problem to the disks with a problem. A collective."""
+    """Copy a checkpoint from the first disk without a problem to the disks with a problem. All ranks must call this."""
     begun, source, missing = time.monotonic(), problems.index(""), bool(problems[disks.here])
     failed = _received(path, source, missing, disks) if disks.leader else ""
     failures = [(rank, failure) for rank, failure in enumerate(disks.gather(failed)) if failure]

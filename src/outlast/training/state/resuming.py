@@ -46,9 +46,9 @@ class WayBack:
     disks: Disks
 
     def go(self, found: Sequence[Difference], step: int, agreed: int) -> None:
-        """Go back to step `agreed`, because of the differences `found` at `step`. A collective. Raises WrongBits on the ranks
-        that differ; on other ranks the collective fails, as after a crash. Raises OutlastError on all ranks if going back has not
-        helped before. Returns if it is unclear which ranks differ, or if no disk can be written."""
+        """Go back to step `agreed`, because of the differences `found` at `step`. All ranks must call this. Raises WrongBits on
+        the ranks that differ; on other ranks the collective fails, as after a crash. Raises OutlastError on all ranks if going
+        back has not helped before. Returns if it is unclear which ranks differ, or if no disk can be written."""
         blamed = differing_ranks.blamed(found)
         if not blamed:
             return
@@ -120,8 +120,8 @@ class Restored:
 def restore(
     state: Mapping[str, Any], search: newest_on_disks.Search, client: Client | None, generation: int, *, peek: bool = False
 ) -> Restored:
-    """Load the newest reachable state into `state`. Raises OutlastError on all ranks. A collective. With `peek`, `state` is a
-    part of the saved state, random numbers stay as they are, and no snapshot is given up."""
+    """Load the newest reachable state into `state`. Raises OutlastError on all ranks. All ranks must call this. With `peek`,
+    `state` is a part of the saved state, random numbers stay as they are, and no snapshot is given up."""
     begun = time.monotonic()
     restored = _restored(state, search, client, generation, peek=peek)
     return dataclasses.replace(restored, seconds=round(time.monotonic() - begun, 6))
@@ -208,7 +208,7 @@ class _Committed:
         self.offered, self.source = offered, "disk"
 
     def newest(self, after: At = (0, 0)) -> checkpoints.Checkpoint | None:
-        """Return the newest valid checkpoint after `after`, or None. May fetch it from the store. A collective."""
+        """Return the newest valid checkpoint after `after`, or None. May fetch it from the store. All ranks must call this."""
         valid = newest_on_disks.valid(self._search, self.offered, after)
         if self._stored is None or self._stored <= max(after, (valid.generation, valid.step) if valid else after):
             return valid
@@ -222,8 +222,8 @@ class _Committed:
         return newest_on_disks.valid(self._search, self.offered, after)
 
     def fetch(self) -> None:
-        """Have rank 0's agent fetch the store's newest checkpoint to its disk. A collective. Raises NotRestored on all ranks if a
-        retry can help, otherwise StoreError."""
+        """Have rank 0's agent fetch the store's newest checkpoint to its disk. All ranks must call this. Raises NotRestored on
+        all ranks if a retry can help, otherwise StoreError."""
         disks, previous, self._stored = self._search.disks, self.offered.disks, None
         problem, retry = "", False
         if disks.rank == 0:
@@ -270,7 +270,8 @@ def packed(
 
 
 def merged(reports: Sequence[bytes]) -> tuple[list[Held], At | None, str, list[At]]:
-    """Return all ranks' parts in memory, the store's newest checkpoint, the problem with the store, and the ways back."""
+    """Return all ranks' parts in memory, the store's newest checkpoint, the problem with the store, and the steps that the run
+    went back to."""
     each = [json.loads(zlib.decompress(report)) for report in reports]
     held = [Held(part, one["address"]) for one in each for part in part_format.catalog(one["parts"])]
     ways = {(int(generation), int(step)) for one in each for generation, step in one.get("ways_back", ())}
@@ -279,8 +280,8 @@ def merged(reports: Sequence[bytes]) -> tuple[list[Held], At | None, str, list[A
 
 
 def _agreed(work: Callable[[], T], exchange: Callable[[Any], list[Any]]) -> list[T]:
-    """Return the results of `work` on all ranks. If `work` raises Damaged or OutOfReach on one rank, all ranks do. A
-    collective."""
+    """Return the results of `work` on all ranks. If `work` raises Damaged or OutOfReach on one rank, all ranks do. All ranks must
+    call this."""
     outcome: tuple[str, bool, T | None]
     try:
         outcome = "", False, work()
@@ -296,7 +297,7 @@ def _agreed(work: Callable[[], T], exchange: Callable[[Any], list[Any]]) -> list
 def _from_memory(
     candidate: Candidate, state: Mapping[str, Any], client: Client, search: newest_on_disks.Search, own: int | None
 ) -> Restored:
-    """Load a snapshot, and rank `own`'s random numbers. Raises Damaged or OutOfReach on all ranks. A collective."""
+    """Load a snapshot, and rank `own`'s random numbers. Raises Damaged or OutOfReach on all ranks. All ranks must call this."""
     disks, rank = search.disks, search.disks.rank
     reader = Reader(candidate, client, rank, lambda sentence: log.warning("outlast: %s", sentence))
     targets: checkpoint.Flat = {}

@@ -157,8 +157,8 @@ class Saves:
             self.store_last("the end of the stream")
 
     def store_last(self, where: str) -> None:
-        """Save the last step unless it is saved already. A collective if it is not. The last step is the one that the script has
-        passed to `due` or `save` after the last batch, or else to `log`, which some ranks may not call."""
+        """Save the last step unless it is saved already; if it is not, all ranks must call this. The last step is the one that
+        the script has passed to `due` or `save` after the last batch, or else to `log`, which some ranks may not call."""
         if not self.state:
             return
         position = self.position()
@@ -198,7 +198,8 @@ class Saves:
             log.warning("outlast: no checkpoint is kept as one of the best: %s, or call run.save(step, metric=...)", named)
 
     def finish(self, call: str) -> None:
-        """Wait for the save in progress, and agree on its outcome if a rank has lost its connections. A collective."""
+        """Wait for the save in progress, and agree on its outcome if a rank has lost its connections. All ranks must call
+        this."""
         self.settle(self._saver.wait())
         if self._pending:
             self._pending = False
@@ -208,7 +209,7 @@ class Saves:
 
     def too_late(self, step: int, notice: Path | None) -> tuple[float, str]:
         """Return the shortest time left on any worker in seconds, and why it is too short to save the last step (an empty string
-        if it is not). A collective."""
+        if it is not). All ranks must call this."""
         own = notice_file.left_s(notice), self._saver.least_s, self._saver.rest_s, self.committed != step
         each = self._disks.gather(own)
         seconds_left = min(left_s for left_s, *_ in each)

@@ -55,7 +55,7 @@ class Disks:
 
     @classmethod
     def find(cls, directory: Path, group: dist.ProcessGroup | None) -> Self:
-        """Detect which ranks see the same `directory`. A collective."""
+        """Detect which ranks see the same `directory`. All ranks must call this."""
         disks = cls([0] * dist.get_world_size(), dist.get_rank(), group, certain=dist.get_world_size() == 1)
         disks.ascertain(directory)
         return disks
@@ -71,7 +71,7 @@ class Disks:
             self.connect()
 
     def connect(self) -> None:
-        """Create new groups of the leaders. A collective."""
+        """Create new process groups for the leaders of the disks. All ranks must call this."""
         if self.several:
             own = deadlocks.watch().own
             self.leaders, self.savers = (own(dist.new_group(self.leading, backend="gloo")) for _ in range(2))
@@ -94,7 +94,7 @@ class Disks:
         return self.leading[self.here] == self.rank
 
     def gather(self, value: Any) -> list[Any]:
-        """Return every rank's value, in rank order. A collective in the training thread."""
+        """Return every rank's value, in rank order. All ranks must call this, in the training thread."""
         if len(self.by_rank) == 1:
             return [value]
         values: list[Any] = [None] * len(self.by_rank)
@@ -102,8 +102,8 @@ class Disks:
         return values
 
     def fence(self, output: Path, directory: Path, run: str, generation: int | None) -> tuple[int, str]:
-        """Fence earlier generations on every writable disk, and take the next generation unless one is given. A collective.
-        Returns the generation, and why this rank's output directory could not be fenced (an empty string if it was). Raises
+        """Fence earlier generations on every writable disk, and take the next generation unless one is given. All ranks must call
+        this. Returns the generation, and why this rank's output directory could not be fenced (an empty string if it was). Raises
         Superseded, and OutlastError on rank 0 if a run without an agent cannot write its output directory."""
         own, unwritten = generation, ""
         if own is None and self.several:
@@ -134,13 +134,13 @@ class Disks:
     # Collectives of several disks' leaders; `group` is `leaders` or `savers`
 
     def each(self, value: Any, group: dist.ProcessGroup | None) -> list[Any]:
-        """Return every leader's value, in order of their disks. A collective of the leaders."""
+        """Return every leader's value, in order of their disks. All leaders must call this."""
         values: list[Any] = [None] * len(self.leading)
         dist.all_gather_object(values, value, group=group)
         return values
 
     def broadcast(self, value: Any, group: dist.ProcessGroup | None, *, by: int = 0) -> Any:
-        """Return the `value` of the leader of disk `by`. A collective of the group."""
+        """Return the `value` of the leader of disk `by`. All ranks of the group must call this."""
         if len(self.by_rank) == 1:
             return value
         values = [value]
@@ -148,9 +148,9 @@ class Disks:
         return values[0]
 
     def exchange(self, parts: Sequence[Part], path: Callable[[str], Path | None], group: dist.ProcessGroup | None) -> str:
-        """Copy every file to all disks. A collective of the leaders. `path` returns where to read or write a file, or None if
-        this disk only takes part in the collective. Written files are durable and verified. Returns why the copy failed on this
-        disk, or an empty string."""
+        """Copy every file to all disks. All leaders must call this. `path` returns where to read or write a file, or None if this
+        disk only takes part in the collective. Written files are durable and verified. Returns why the copy failed on this disk,
+        or an empty string."""
         leading, problem = self.leading, ""
         memory = torch.empty(min(BLOCK, max((part.size for part in parts), default=0)), dtype=torch.uint8)
         for part in parts:

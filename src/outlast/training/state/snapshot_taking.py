@@ -70,7 +70,7 @@ def steady(measured: int, current: int) -> int:
 def significant_delay(delays: Sequence[float], steps: Sequence[float]) -> float:
     """Return the seconds by which a snapshot delays steps, less two standard errors of the medians. `delays` has the excess time
     of the steps during each snapshot, and `steps` the durations of steps without snapshots. Steps vary by more than the cost of a
-    small snapshot, so without the subtraction k could be ten times too large."""
+    small snapshot, so without the subtraction the interval between snapshots could be ten times too long."""
     if len(delays) < _LEARN or len(steps) < _LEARN:
         return 0.0
     middle = statistics.median(steps)
@@ -106,8 +106,8 @@ class Place:
 def open_(
     client: Client | None, place: Place, directory: Path, disks: Disks, ledger: Ledger, report: Callable[..., None]
 ) -> Snapshots:
-    """Create this rank's `Snapshots`, and agree on the holders of replicas. `directory` contains the run's checkpoints. A
-    collective."""
+    """Create this rank's `Snapshots`, and agree on the holders of replicas. `directory` contains the run's checkpoints. All ranks
+    must call this."""
     gather = disks.gather
     own = replicas.Place(client.address, *client.where) if client else replicas.Place("")
     every = gather((own, place.worker, secrets.token_hex(8)))
@@ -247,8 +247,8 @@ class Snapshots:
             self._report(snapshot=self._taken, **({"every": self._every} if self._place.rank == 0 else {}))
 
     def _compare(self) -> None:
-        """Report, each only once, the ranks whose replicated state differs in the last snapshot. A collective. Differences
-        persist, so comparisons become rarer."""
+        """Report, each only once, the ranks whose replicated state differs in the last snapshot. All ranks must call this.
+        Differences persist, so comparisons become rarer."""
         self._passed += 1
         if self._passed < self._pass:
             return

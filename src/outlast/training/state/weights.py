@@ -57,8 +57,8 @@ def trained(model: torch.nn.Module) -> torch.nn.Module:
 
 
 def export(model: torch.nn.Module, path: Path, gather: Callable[[Any], list[Any]]) -> None:
-    """Write `model`'s weights to `path` on rank 0, which needs memory for the whole model. Raises OutlastError on all ranks. A
-    collective."""
+    """Write `model`'s weights to `path` on rank 0, which needs memory for the whole model. Raises OutlastError on all ranks. All
+    ranks must call this."""
     problem = ""
     weights = whole(model, keep=dist.get_rank() == 0)
     if dist.get_rank() == 0:
@@ -73,7 +73,7 @@ def export(model: torch.nn.Module, path: Path, gather: Callable[[Any], list[Any]
 @torch.no_grad()
 def whole(model: torch.nn.Module, *, keep: bool = True) -> Weights:
     """Return a model's parameters and buffers on the CPU, keyed by name without DDP's prefix. Shards are gathered. Tied tensors
-    become one tensor. Without `keep`, the result is empty. A collective if the model is sharded."""
+    become one tensor. Without `keep`, the result is empty. All ranks must call this if the model is sharded."""
     weights: Weights = {}
     tied: dict[Any, torch.Tensor] = {}
     storages: set[int] = set()

@@ -109,7 +109,8 @@ def places() -> list[str]:
 
 
 def chosen(imported: Imported, *, loaded: Collection[str], tried: Collection[str], where: Sequence[str]) -> list[str]:
-    """Return the modules to try. The script's own code is not among them, since it may change before the next restart."""
+    """Return the modules that a trial should import. The script's own code is not among them, since it may change before the next
+    restart."""
     names = [
         name
         for name, origin in imported.modules.items()
