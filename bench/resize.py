@@ -87,7 +87,10 @@ def trial(system: str, rng: random.Random) -> dict[str, Cost]:
             costs[change] = paid or (None, 0)
             if paid is None or isinstance(job, Torchrun):
                 break
-    shutil.rmtree(directory, ignore_errors=True)
+    if any(seconds is None for seconds, _ in costs.values()):
+        print(f"never: see {directory}")
+    else:
+        shutil.rmtree(directory, ignore_errors=True)
     return costs
 
 

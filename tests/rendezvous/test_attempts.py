@@ -136,23 +136,23 @@ def test_a_cause_may_report_before_the_others_are_stopped_for_an_echo() -> None:
 
 
 @pytest.mark.parametrize(
-    "failure",
+    ("failure", "why"),
     [
-        a_failure(code=78),
-        a_failure(code=75),
-        a_failure(code=79),
-        a_failure(code=1, early="NameError", step=3),
-        a_failure(code=1),
-        a_failure(code=1, step=0),
+        (a_failure(code=78), "; another attempt would not help"),
+        (a_failure(code=75), "; another attempt would not help"),
+        (a_failure(code=79), "; another attempt would not help"),
+        (a_failure(code=1, early="NameError", step=3), " before its first step"),
+        (a_failure(code=1), " at an unknown step"),
+        (a_failure(code=1, step=0), " before its first step"),
     ],
 )
-def test_what_another_start_would_not_help_is_the_coordinators(failure: dict[str, Any]) -> None:
+def test_what_another_start_would_not_help_is_the_coordinators(failure: dict[str, Any], why: str) -> None:
     net = Net(2)
     net.crash(4, failure)
     net.settle()
     assert {party.stage for party in net.parties.values()} == {Stage.REFUSED}
     assert net.ranks == {3: None, 4: None}
-    assert failure["reason"] in net.parties[4].reason
+    assert f"{failure['reason']}{why}" in net.parties[4].reason
 
 
 @pytest.mark.parametrize(("code", "cause", "most"), [(1, "", 2), (137, "", 10), (137, "oom", 2)])

@@ -358,6 +358,6 @@ def refused(pending: list[root_cause.Pending], tries: int) -> str:
     starved = first.cause is contract.FailureCause.OUT_OF_MEMORY
     raised = (starved or not contract.killed(first.code)) and not first.hung
     if first.early or (raised and not first.step):  # only the coordinator can judge whether a restart would help
-        return f"{first.reason} before its first step"
+        return f"{first.reason} {'at an unknown step' if first.step is None else 'before its first step'}"
     most = TRIES if raised or first.hung else KILLED_TRIES
     return f"{tries} attempts in a row made no progress" if tries >= most else ""
