@@ -61,7 +61,8 @@ class Ended:
 
 
 def query_end(others: Sequence[str], run: str) -> Ended | None:
-    """Ask the workers at the addresses `others`, which stay up after the end, how the run ended. Returns None if none answers."""
+    """Ask other workers, which stay up after the end, how the run ended. `others` are their addresses. Returns None if none
+    answers."""
 
     def query(address: str) -> Ended | None:
         try:
