@@ -39,8 +39,7 @@ _PRIVATE = ("_models", "_optimizers", "_schedulers", "_dataloaders", "_custom_ob
 def attach(
     accelerator: accelerate.Accelerator, batch: int, epochs: int, *, loader: Any = None, seed: int = 0, output: str | Path = "out"
 ) -> Run:
-    """Restore the newest state of this run, and return the `Run`. Call this after `accelerator.prepare`. All ranks must call
-    this.
+    """Restore the newest state of this run, and return the `Run`. Call this on all ranks, after `accelerator.prepare`.
 
     `batch` is the number of samples per optimizer step, over all ranks; micro-batches have at most the loader's `batch_size`, and
     `accelerator.gradient_accumulation_steps` is set accordingly. `loader` may be omitted if only one loader is prepared. The

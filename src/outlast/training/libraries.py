@@ -34,8 +34,7 @@ def split(accelerator: Any) -> str:
 
 
 def boundary(run: Session, step: int, *, measured_later: bool) -> bool:
-    """End a step. With `measured_later`, return whether the caller must save after the step's evaluation. All ranks must call
-    this."""
+    """End a step, on all ranks. With `measured_later`, return whether the caller must save after the step's evaluation."""
     if not measured_later:
         run.boundary(step)
     elif run.interrupted():

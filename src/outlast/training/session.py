@@ -250,8 +250,7 @@ class Session:
             dist.destroy_process_group()
 
     def _meet(self, call: str, *numbers: float) -> list[float]:
-        """Return the sums of `numbers` over all ranks. Raises OutlastError if ranks are in different calls. All ranks must call
-        this."""
+        """Return the sums of `numbers` over all ranks, which must all call this. Raises OutlastError if their calls differ."""
         if self._closed:
             raise OutlastError(f"{call} comes after the end of the session; move it into its `with` block")
         if self._keeper:
@@ -386,9 +385,8 @@ class Session:
 
         Read the file with `torch.load(path, weights_only=True)`. If its name ends in `.safetensors`, it is written and read with
         the package safetensors (`pip install safetensors`). Keys are those of the plain module, without DDP's prefix. FSDP2's
-        shards are gathered, tensor by tensor. Rank 0 writes the file and needs CPU memory for the whole model. The call returns
-        on all ranks once the file is complete. Raises OutlastError on all ranks if the file cannot be written. All ranks must
-        call this.
+        shards are gathered, tensor by tensor. Rank 0 writes the file and needs CPU memory for the whole model. All ranks must
+        call this, which returns once the file is complete. Raises OutlastError on all ranks if the file cannot be written.
         """
         path = self.output / name
         weights.check(path, model)
@@ -511,9 +509,8 @@ class Session:
     def boundary(self, step: int) -> None:
         """Take a snapshot after `step`, save if a checkpoint is due, and leave if any rank is interrupted (see `save`).
 
-        Libraries and plain loops call this at the end of each step, instead of `interrupted`, `due` and `save`. If steps are
-        short, the ranks do not vote on saving and leaving in each of them, but at least four times a second. All ranks must call
-        this.
+        Libraries and plain loops call this on all ranks after each step, instead of `interrupted`, `due` and `save`. If steps are
+        short, the ranks do not vote on saving and leaving in each of them, but at least four times a second.
         """
         if step < self._pace.next and not self._saves.due(step, self._every):
             self._saves.advanced(f"run.boundary({step})", step)
