@@ -124,7 +124,7 @@ class Show:
         self._history, self._problem = b"", ""
 
     def refresh(self) -> None:
-        """Update the job's event files. Reports each problem once."""
+        """Update the job's event files. Reports each problem once, and when it is over."""
         try:
             self._forward(self._fetch())
         except (OutlastError, OSError) as error:
