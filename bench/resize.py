@@ -5,7 +5,7 @@
 
 Three workers of one process each grow to four, and then (ours only) shrink to two. The cost of a change is the time from the last
 step of the old world to the first step that all ranks of the new one have ended, less one step, plus the steps that were done
-again. Ours runs `resized.py`, which has a session, with and without `keep_process`; torchrun, with its shortest time-outs, runs
+again. Ours runs `resized.py`, which has a session, with and without `session.run`; torchrun, with its shortest time-outs, runs
 `steps.py`, and gets a fourth node. In both a step takes 20 ms and one all-reduce. Prints the table and appends it to
 bench/results/<date>-resize.md.
 """

@@ -15,18 +15,24 @@ from torch import nn
 from outlast.training import Stream, session
 
 book = os.open(Path(sys.argv[1]) / "steps", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
-with session.open(quiet=True, keep_process="--keep" in sys.argv) as run:
-    net = run.ddp(nn.Linear(32, 32))
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
-    stream = Stream({"x": torch.randn(480, 32).numpy()}, 48, seed=1, epochs=10**6)
-    step = run.resume({"net": net, "optimizer": optimizer, "stream": stream})
-    for batch in stream:
-        time.sleep(0.02)
-        optimizer.zero_grad()
-        for data, share in batch.split(net):
-            (net(data["x"]).square().mean() * share).backward()
-        optimizer.step()
-        step += 1
-        os.write(book, f"{time.time():.6f} {os.getpid()} {run.rank} {run.world_size} {step}\n".encode())
-        if run.interrupted() or run.due(step):
-            run.save(step)
+
+
+def train() -> None:
+    with session.open(quiet=True) as run:
+        net = run.ddp(nn.Linear(32, 32))
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+        stream = Stream({"x": torch.randn(480, 32).numpy()}, 48, seed=1, epochs=10**6)
+        step = run.resume({"net": net, "optimizer": optimizer, "stream": stream})
+        for batch in stream:
+            time.sleep(0.02)
+            optimizer.zero_grad()
+            for data, share in batch.split(net):
+                (net(data["x"]).square().mean() * share).backward()
+            optimizer.step()
+            step += 1
+            os.write(book, f"{time.time():.6f} {os.getpid()} {run.rank} {run.world_size} {step}\n".encode())
+            if run.interrupted() or run.due(step):
+                run.save(step)
+
+
+session.run(train) if "--keep" in sys.argv else train()

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import os
+import signal
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -31,48 +35,67 @@ def resized(machine, name: str, *args: str) -> Iterator[dict[int, int]]:
     assert worlds.steps(machine.backend.events(name)) == list(range(1, 31)), "no step is lost"
 
 
-@pytest.fixture(scope="module")
-def replaced(tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
+@functools.cache
+def replaced(output: Path, *args: str) -> dict[str, object]:
     """The end of a run in the same worlds, each of new processes, which no agent starts."""
-    output = tmp_path_factory.mktemp("replaced")
     for ranks, until in ((2, 10), (3, 20), (1, 30)):
-        worlds.exact(("--steps=30", f"--until={until}"), output, ranks)
+        worlds.exact(("--steps=30", f"--until={until}", *args), output, ranks)
     return dict(json.loads((output / "final.json").read_text()))
 
 
-def test_workers_that_stay_keep_their_processes_and_change_no_bit(machine, replaced: dict[str, object]):
+@pytest.fixture(scope="module")
+def output(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("replaced")
+
+
+def test_workers_that_stay_keep_their_processes_and_change_no_bit(machine, output: Path):
     first, second, third = resized(machine, "kept", "--keep")
     assert (second[0], second[1], third[0]) == (first[0], first[1], first[0])
-    assert machine.final("kept") == replaced
+    assert machine.final("kept") == replaced(output)
     assert machine.backend.status("kept").restarts == 0
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("how", ["--sharded", "--compile"])
+def test_sharded_and_compiled_models_change_worlds(machine, tmp_path: Path, how: str):
+    first, second, third = resized(machine, "kept", "--keep", how)
+    assert (second[0], second[1], third[0]) == (first[0], first[1], first[0])
+    assert machine.final("kept") == replaced(tmp_path, how)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("harm", ["waits", "enters", "begins"])
-def test_a_change_that_fails_ends_in_new_processes_with_the_same_bits(machine, harm: str, replaced: dict[str, object]):
+def test_a_change_that_fails_ends_in_new_processes_with_the_same_bits(machine, harm: str, output: Path):
     first, second, third = resized(machine, "harmed", "--keep", f"--harm={harm}")
     assert second[1] != first[1]
     assert third[0] == second[0], "the next change keeps processes again"
-    assert machine.final("harmed") == replaced
+    assert machine.final("harmed") == replaced(output)
     restarts = machine.backend.status("harmed").restarts
     assert restarts == 1 or (harm == "waits" and not restarts), "a process that waits is needed by nobody, once its agent knows"
 
 
-@pytest.mark.slow
-def test_a_collective_that_only_new_processes_begin_costs_a_restart_and_no_bit(machine, replaced: dict[str, object]):
-    first, second, _ = resized(machine, "asked", "--keep", "--asks")
-    assert second[1] != first[1]
-    assert machine.final("asked") == replaced
-    assert machine.backend.status("asked").restarts == 1
+@pytest.mark.parametrize("victim", ["process", "worker"])
+def test_processes_outlive_the_loss_of_another_and_change_no_bit(machine, undisturbed, victim: str):
+    args = ("--steps=60", "--pause=0.04", "--gate", "--keep")
+    name = machine.submit(machine.job(args=args, workers={"replicas": 3}, checkpoint={"every": "1h"}))
+    before = machine.at_step(name, 15)
+    lost = before.workers[1]
+    os.kill(lost.ranks[0].pid if victim == "process" else lost.pid, signal.SIGKILL)
+    after = machine.wait(name, lambda s: s.restarts == 1 and s.step > before.step + 10 and len(s.world) == 3)
+    assert {index: pid for index, pid in pids(before).items() if pids(after)[index] == pid}.keys() == {0, 2}
+    status = machine.end(name, hurry=True)
+    assert (status.state, status.restarts) == (State.SUCCEEDED, 1), status.reason
+    assert machine.final(name) == undisturbed(args[:3], 3)
 
 
 @pytest.mark.slow
-def test_a_model_that_cannot_change_worlds_is_named_and_its_processes_are_replaced(machine):
-    name = machine.submit(machine.job(args=(*ARGS, "--keep", "--sharded"), workers=WORKERS, checkpoint={"every": "1h"}))
-    before = pids(machine.at_step(name, 10))
-    why = "each change of the world starts new processes, although keep_process is set: 'net' in the state is bound to this world"
-    machine.wait(name, lambda s: any(why in warning for warning in s.warnings))
-    machine.backend.scale(name, 1)
-    machine.wait(name, lambda s: len(s.world) == 1 and s.step > 10)
-    assert pids(machine.at_step(name, 20))[0] != before[0]
-    machine.backend.steer(name, "cancel")
+def test_a_process_that_does_not_notice_the_loss_is_replaced(machine, undisturbed):
+    """Nothing breaks a collective with a process that is stopped."""
+    args = ("--steps=60", "--pause=0.04", "--gate", "--keep")
+    name = machine.submit(machine.job(args=args, hang={"limit": "3s"}, checkpoint={"every": "1h"}))
+    before = machine.at_step(name, 15)
+    os.kill(before.workers[1].ranks[0].pid, signal.SIGSTOP)
+    machine.wait(name, lambda s: s.restarts == 1 and s.step > before.step + 5)
+    status = machine.end(name, hurry=True)
+    assert (status.state, status.restarts) == (State.SUCCEEDED, 1), status.reason
+    assert machine.final(name) == undisturbed(args[:3], 2)

@@ -283,15 +283,16 @@ def test_a_job_that_is_struck_by_chance_ends_with_the_same_bits(machine, undistu
     rng = random.Random(seed)
     workers, processes, replicas = rng.choice([(2, 1, 1), (3, 1, 1), (3, 1, 2), (2, 2, 1)])
     args = (*ARGS, *(["--sharded"] if rng.random() < 0.5 else []))
+    kept = ["--keep"] if rng.random() < 0.5 else []
     path = machine.job(
-        args=args, workers={"replicas": workers}, processesPerWorker=processes, restarts={"limit": 20},
+        args=(*args, *kept), workers={"replicas": workers}, processesPerWorker=processes, restarts={"limit": 20},
         checkpoint={"every": "40 steps", "replicas": replicas}, output=f"file://{machine.directory}/store/",
     )  # fmt: skip
     struck = Struck(machine, path, rng, replicas)
     for _ in range(3):
         struck.strike()
     status = struck.end()
-    print(json.dumps([workers, processes, replicas, args[3:], [dataclasses.asdict(each) for each in struck.strikes]]))
+    print(json.dumps([workers, processes, replicas, [*args[3:], *kept], [dataclasses.asdict(each) for each in struck.strikes]]))
     struck.check(status)
     assert machine.final(struck.name) == undisturbed(args, workers * processes)
 
@@ -318,8 +319,9 @@ def test_no_step_is_lost_that_a_worker_holds_when(machine, undisturbed, small: P
     lost = "replacement" in harm or harm == "the agent is killed"  # else all agents are there, and need no replicas
     workers, replicas = rng.choice([(2, 1), (3, 1)] if lost else [(1, 0), (2, 0)])
     args = (*ARGS, *(["--sharded"] if rng.random() < 0.5 else []))
+    kept = ["--keep"] if rng.random() < 0.5 else []
     path = machine.job(
-        args=args, workers={"replicas": workers}, restarts={"limit": 20}, hang={"limit": "60s"},
+        args=(*args, *kept), workers={"replicas": workers}, restarts={"limit": 20}, hang={"limit": "60s"},
         checkpoint={"every": "1h", "replicas": replicas},
     )  # fmt: skip
     struck = Struck(machine, path, rng, replicas)
@@ -328,6 +330,6 @@ def test_no_step_is_lost_that_a_worker_holds_when(machine, undisturbed, small: P
         struck.harm(kind, moment)
     struck.settle()
     status = struck.end()
-    print(json.dumps([workers, replicas, args[3:], [dataclasses.asdict(each) for each in struck.strikes]]))
+    print(json.dumps([workers, replicas, [*args[3:], *kept], [dataclasses.asdict(each) for each in struck.strikes]]))
     struck.check(status)
     assert machine.final(struck.name) == undisturbed(args, workers)

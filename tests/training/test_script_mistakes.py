@@ -48,7 +48,7 @@ def looks_often() -> None:
 def script(mistake: str) -> None:
     """A training loop with one mistake, on rank 0 only where ranks matter."""
     looks_often()
-    with session.open(keep_process=mistake == "keep" and os.environ["RANK"] == "0") as run:
+    with session.open() as run:
         first = run.rank == 0
         net = run.ddp(nn.Linear(4, 2))
         optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
@@ -91,7 +91,6 @@ def done(mistake: str, output: Path, ranks: int) -> worlds.Ended:
     [
         ("gather", 3, r"run.gather\(\)", r"ranks 1 and 2 are in run.save\(2\)"),
         ("steps", 2, r"run.save\(1\)", r"rank 1 is in run.save\(2\)"),
-        ("keep", 2, r"session.open\(keep_process=True\)", r"rank 1 is in run.ddp\(\)"),
     ],
 )
 def test_ranks_in_different_calls_of_the_session_are_named_at_once(

@@ -19,16 +19,6 @@ def wrap(model: torch.nn.Module, device: torch.device, **options: Any) -> Distri
     return net
 
 
-def wrap_again(net: DistributedDataParallel, device: torch.device, **options: Any) -> None:
-    """Bind a module returned by `wrap` to the current process group, as a new process would. All ranks must call this."""
-    module, training = net.module, net.training
-    for name in ("reducer", "logger"):  # they hold the previous group's threads
-        vars(net).pop(name, None)
-    DistributedDataParallel.__init__(net, module, device_ids=None if device.index is None else [device.index], **options)
-    net.training = training
-    settle(net)
-
-
 def settle(net: torch.nn.Module) -> None:
     """Give DDP its final gradient buckets before the first step, by a backward pass in which all gradients are zero. All ranks
     must call this. Afterwards, gradients are None. Does nothing if the module is not wrapped in DDP."""

@@ -24,10 +24,10 @@ import math
 import os
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NoReturn, Self
+from typing import Any, Self, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -60,32 +60,40 @@ from outlast.training.state import (
 from outlast.training.state.shared_disks import Disks
 from outlast.worker import tracking
 from outlast.worker.hangs import deadlocks
+from outlast.worker.launch import training_process
 
 log = logging.getLogger("outlast")
+T = TypeVar("T")
 
 _OPENED = ("device", "_group", "_calls", "_disks", "_saver", "_saves", "_ledger", "_copy", "_own")
 _LAST_SAVE_S = 10.0
 """Seconds to wait for the save in progress if a process ends with an exception (an arbitrary value)."""
 
 
-def open(seed: int = 0, *, quiet: bool = False, keep_process: bool = False) -> Session:
+def open(seed: int = 0, *, quiet: bool = False) -> Session:
     """Open this process's session: `with session.open(seed=0) as run:`. All ranks must call this.
 
     Joins the process group that the environment describes (Outlast's or torchrun's; otherwise the world has one rank), with gloo
     on the CPU and NCCL on GPUs. `seed` seeds Python, numpy and torch identically on every rank, so that all ranks create the same
     model; from `Session.resume` on, each rank has its own random numbers. With `quiet`, `Session.log` prints nothing.
 
-    With `keep_process`, a planned change of the world ends only the processes of workers that leave. In the others, `save`
-    returns, and the script reads its next batch in the next world, with new values of `rank`, `world_size` and `generation`. The
-    state passed to `resume` is loaded again, and everything else stays as it is, so nothing made before the loop may depend on
-    the rank or the world size. All ranks pass the same value. If a process cannot continue in the next world, a warning says why,
-    and each change of the world replaces the process.
-
     A session that ends without an exception saves the last step if the script has not. Raises OutlastError if a process group
     exists already or, outside a job, rank 0's output directory cannot be written. Raises Superseded if a later generation of the
     run has begun.
     """
-    return Session(seed, quiet, keeps=keep_process)
+    return Session(seed, quiet)
+
+
+def run(train: Callable[[], T]) -> T:
+    """Call `train`, which opens a session, and return its result. Call it again in each later world, in the same process.
+
+    Without this, each new world starts new processes. With it, processes continue if their worker stays: after a planned change
+    of the world, and if the loss of another worker has broken a collective. What the script has set up outside of `train`
+    (imports, the device's context, data) remains; what depends on the rank or the world's size belongs inside. `train` begins
+    like in a new process, and its session resumes from the newest state. An exception of the script's own passes, and a process
+    that cannot be kept is replaced.
+    """
+    return kept_process.run(train)
 
 
 def attach(seed: int = 0, *, output: Path | None = None, quiet: bool = False, batch: int = 0) -> Session:
@@ -102,7 +110,7 @@ class Session:
     """One rank of the world, as returned by `session.open`; called `run` below."""
 
     rank: int
-    """This process's rank in the world, from 0 to world_size - 1. With `keep_process`, it changes with the world."""
+    """This process's rank in the world, from 0 to world_size - 1."""
     local_rank: int
     """This process's rank within its worker, counted from 0."""
     world_size: int
@@ -121,16 +129,10 @@ class Session:
     """Seconds left to save and leave, as of the last call of `interrupted`; infinity while no worker is interrupted. All ranks
     have the same value, the minimum over all workers. Use it to skip optional work: `if run.seconds_left > 60: evaluate()`."""
 
-    def __init__(
-        self, seed: int, quiet: bool, *, attached: bool = False, output: Path | None = None, batch: int = 0, keeps: bool = False
-    ) -> None:
+    def __init__(self, seed: int, quiet: bool, *, attached: bool = False, output: Path | None = None, batch: int = 0) -> None:
         self.seed, self._attached, self._quiet, self._batch = seed, attached, quiet, batch if isinstance(batch, int) else 0
-        self._keeper = kept_process.Keeper() if keeps else None
         self.output = Path(os.environ.get(Env.OUTPUT, output or "out"))
         self._parameters: dict[str, Any] = {}
-        self._begin()
-
-    def _begin(self) -> None:
         env = os.environ
         self._joined = False
         """True if this session has joined the process group itself, and so leaves it at the end."""
@@ -154,7 +156,7 @@ class Session:
         self._votes: tuple[bool, bool] | None = None
         self._pace = collective_calls.Pace()
         self._lock = threading.Lock()
-        self._record = Progress(self.generation, self.rank, "started", batch=self._batch)
+        self._record = Progress(self.generation, self.rank, "started", batch=self._batch, keeps=kept_process.keeps())
         self._progress = Writer(Path(env[Env.STATE]), self.local_rank) if Env.STATE in env else None
         self._report()
 
@@ -203,15 +205,10 @@ class Session:
         self._ledger.write("session", **about, **({} if self.rank else {"versions": device.versions()}))
         if not self._attached:
             seeded.seed_all(self.seed)
-        if self._keeper:
-            self._keeper.opened(self._meet)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        departure = self._keeper.departure if self._keeper and kind is None else None
-        if departure is not None:
-            self._saves.left(departure, "", self.generation)
-        if kind is None and departure is None:
+        if kind is None:
             self._saves.store_last("the exit of `with session.open()`")
             self._saves.finish("the exit of `with session.open()`")
             self._calls.leave()
@@ -226,16 +223,17 @@ class Session:
                 error.add_note(hint)
             self._saver.wait(_LAST_SAVE_S)  # the save may still succeed: other ranks' threads continue it
             self._report(**self._trackers.end(error, leaving=self._leaving))
-        if kind is None or self._leaving:
+        stays = error is not None and kept_process.stays(error)
+        if kind is None or self._leaving or stays:
             self._close()
+        if stays:
+            self._snapshots.close()
         if not self._saver.busy:
             self._ledger.close()
             if self._progress:
                 self._progress.close()
         self._closed = True
         self._saves.close()
-        if departure is not None:
-            raise SystemExit(Exit.INTERRUPTED)
 
     def _close(self) -> None:
         # A process group joins its threads once nothing refers to it. Otherwise a thread could release a tensor while the
@@ -253,8 +251,6 @@ class Session:
         """Return the sums of `numbers` over all ranks, which must all call this. Raises OutlastError if their calls differ."""
         if self._closed:
             raise OutlastError(f"{call} comes after the end of the session; move it into its `with` block")
-        if self._keeper:
-            return self._keeper.meet(self._calls, call, self._saves.position(), numbers)
         return self._calls.meet(call, self._saves.position(), numbers)
 
     @mistakes.public("net = run.ddp(model)")
@@ -270,7 +266,7 @@ class Session:
                 "ddp(static_graph=True) lays out gradients after the first step and cannot resume exactly; leave it out"
             )
         self._meet("run.ddp()")
-        return self._keeper.wrap(model, self.device, options) if self._keeper else ddp.wrap(model, self.device, **options)
+        return ddp.wrap(model, self.device, **options)
 
     @mistakes.public('run.resume({"model": net, "optimizer": optimizer, "stream": stream})')
     def resume(self, state: Mapping[str, Any]) -> int:
@@ -300,6 +296,8 @@ class Session:
         step = restored.step
         if self._peeked not in (None, step):
             raise NotRestored(f"peek() found step {self._peeked} and resume() step {step}; the next start tries again")
+        if training_process.kept:
+            kept_process.check(state, restored.source)
         if self._unwritten:
             if not restored.source and self.rank == 0:  # rank 0 could commit no checkpoint, and no progress is lost
                 raise OutlastError(f"{self._unwritten}; make room or name another directory")
@@ -328,8 +326,6 @@ class Session:
         self._report(
             phase="first step", step=step, committed=restored.committed, snapshot=restored.at[1], steps=self._steps(), **lost
         )
-        if keeper := self._keeper:
-            keeper.resumed(self._state, lambda: self._between(keeper))
         return step
 
     @mistakes.public('step = run.peek({"position": position})')
@@ -534,64 +530,30 @@ class Session:
         the newest; a value that is not finite is never best. A saved step is not saved again, even with another metric.
 
         The call returns once the state is copied, and a thread writes the copy. After `interrupted` has returned True, the call
-        waits until the checkpoint is committed and raises SystemExit(75); with `keep_process`, it returns, and the process
-        continues in the next world or ends before the next batch. If the last saves took longer than the time left, the call only
-        waits for the save in progress, and training later continues from the newest checkpoint. If a save fails, e.g. because the
-        disk is full, this is reported, and training continues. Raises OutlastError before `resume`, if `step` does not advance
-        with the stream, or if a Stream that is being read is not in the state. All ranks must call this.
+        waits until the checkpoint is committed and raises SystemExit(75). If the last saves took longer than the time left, the
+        call only waits for the save in progress, and training later continues from the newest checkpoint. If a save fails, e.g.
+        because the disk is full, this is reported, and training continues. Raises OutlastError before `resume`, if `step` does
+        not advance with the stream, or if a Stream that is being read is not in the state. All ranks must call this.
         """
         step = mistakes.whole(step)
         value = None if metric is None else mistakes.number("metric", metric)
         if not self._state:
             raise OutlastError("save() does not know what to save; call resume() with the state first")
         self._saves.advanced(f"run.save({step})", step)
-        keeper = self._keeper
-        refusals = self._meet(f"run.save({step})", *([self._leaving and keeper.look(self._state)] if keeper else []))
+        self._meet(f"run.save({step})")
         self.seconds_left, late = self._saves.too_late(step, self._notice) if self._leaving else (self.seconds_left, "")
         if late:
             self._saves.finish(f"run.save({step})")
         else:
             self._saves.store(step, value, wait=self._leaving)
         if self._leaving:
-            if not keeper or any(refusals) or late or not step or self._saves.committed != step:
-                self._leave(step, late)
-            keeper.departure = step
-
-    def _leave(self, step: int, late: str = "") -> NoReturn:
-        self._saves.left(step, late, self.generation)
-        raise SystemExit(Exit.INTERRUPTED)
-
-    def _between(self, keeper: kept_process.Keeper) -> bool:
-        """Before a batch, enter the next world if `save` has decided to leave this one. Returns whether the world has changed."""
-        if warning := keeper.before_batch(self._state, self._meet):
-            self._report(warning=warning)
-        if (step := keeper.departure) is None:
-            return False
-        if keeper.refusal or (self._notice and notice_file.read(self._notice).get("kind") == "leave"):
-            self._leave(step)
-        self._saves.left(step, "", self.generation)
-        self._trackers.end(None, leaving=True)
-        ledger, progress, state, keeper.departure = self._ledger, self._progress, self._state, None
-        assert progress is not None
-        self._close()
-        self._snapshots.close()
-        self._report(phase="waiting")
-        keeper.wait(self.local_rank)
-        self._begin()
-        self.__enter__()
-        ledger.close()
-        progress.close()
-        keeper.wrap_again(self.device, self._meet)
-        keeper.resume(self.resume, state, step)
-        if self._parameters:
-            self.parameters({})
-        keeper.before_batch(self._state, self._meet)
-        return True
+            self._saves.left(step, late, self.generation)
+            raise SystemExit(Exit.INTERRUPTED)
 
     def _report(self, **changes: Any) -> None:
         """Rewrite this process's progress record. Two threads call this."""
         if "warning" in changes:
-            changes["warning"] = changes["warning"] or self._trackers.problem or (self._keeper.warning if self._keeper else "")
+            changes["warning"] = changes["warning"] or self._trackers.problem
         with self._lock:
             if "committed" in changes:  # a script that never logs reports no steps
                 changes.setdefault("step", max(self._record.step, changes["committed"]))

@@ -52,6 +52,8 @@ class Progress:
     """Fraction by which a slow rank's own time exceeds the other ranks' time; 0 if the rank is not slow."""
     differs: int = 0
     """Step of the first snapshot in which the rank's state differed (`job.differing_ranks`); 0 if there is none."""
+    keeps: bool = False
+    """True if the process can continue in the next world (`training.kept_process`)."""
     warning: str = ""
     pid: int = 0
     started: int = 0

@@ -182,8 +182,6 @@ class Stream:
         """Number of unfinished loops over the stream."""
         self.ended: Callable[[], None] | None = None
         """Called when a loop reaches the end of the stream, but not when the loop is left early."""
-        self._between: Callable[[], bool] | None = None
-        """Called before each batch of `for batch in stream`; returns whether the world has changed."""
         self.saves = 0
         self.not_shardable = ""
         """Why the ranks of the process group must not read different shares of a batch; an empty string if they may."""
@@ -296,18 +294,7 @@ class Stream:
     def __iter__(self) -> Iterator[Batch]:
         if self.not_shardable:
             raise OutlastError(self.not_shardable)
-        return self.batches(*_world()) if self._between is None else self._batches_of_worlds(self._between)
-
-    def _batches_of_worlds(self, between: Callable[[], bool]) -> Iterator[Batch]:
-        between()
-        while True:
-            with contextlib.closing(self.batches(*_world())) as batches:
-                for batch in batches:
-                    yield batch
-                    if between():
-                        break
-                else:
-                    return
+        return self.batches(*_world())
 
     def batches(self, rank: int, ranks: int) -> Generator[Batch, None, None]:
         """Iterate over the batches of rank `rank` in a world of `ranks` ranks, from the current position on.

@@ -38,6 +38,7 @@ from outlast.worker.hangs import deadlocks
 log = logging.getLogger("outlast")
 
 _METADATA = ".metadata"
+THREAD = "outlast-save"
 
 
 class Copies:
@@ -156,7 +157,7 @@ class Saver:
         self._hurry.clear()
         self._began = time.monotonic()
         copy, released = self._copies.of(flat), threading.Event()
-        self._thread = threading.Thread(target=self._save, args=(step, copy, metric, released), name="outlast-save", daemon=True)
+        self._thread = threading.Thread(target=self._save, args=(step, copy, metric, released), name=THREAD, daemon=True)
         self._thread.start()  # hold the thread back until start() returns, or it would keep the GIL for some ms
         released.set()
 

@@ -38,6 +38,8 @@ LOOK_S = 0.5
 """Interval in seconds between checks for processes that wait for a world that this worker does not know yet. Arbitrary."""
 EXIT_TIMEOUT_S = 5.0
 """Maximum seconds that a process takes to end after it has recorded its error."""
+STAY_S = 3.0
+"""Seconds that processes have, once a collective is broken, until they wait for the next world. Arbitrary."""
 MAX_BACKOFF_S = 30.0
 """Longest backoff in seconds for a script that exits as if interrupted, but was not."""
 
@@ -84,6 +86,8 @@ class WorldLoop:
         self._member.abandoned = lambda: warm.killed
         self._seen = Seen(time.monotonic)
         self._looked = 0.0
+        self._waiting: rank_processes.RankProcesses | None = None
+        """The processes that wait for the next world."""
         self._verdicts: dict[int, rank_failures.Verdict] = {}
 
     def condemn(self, process: Process, reason: str) -> None:
@@ -145,11 +149,10 @@ class WorldLoop:
         the rank of a process that exited with 0 although others failed."""
         member, environ = self._member, self._environ
         oom_kills = machine_memory.Machine().oom_kills()
-        over = kept = False
+        over = False
         while not over:
-            if not kept:
-                ranks = rank_processes.RankProcesses(str(self._state / warm_request.SOCKET), environ[Env.CODE])
-            waits, kept = kept, False
+            waiting, self._waiting = self._waiting, None
+            ranks = waiting or rank_processes.RankProcesses(str(self._state / warm_request.SOCKET), environ[Env.CODE])
             try:
                 if not member.next_world(functools.partial(self._connect, ranks)):
                     continue
@@ -158,22 +161,26 @@ class WorldLoop:
                 if member.generation > 1 and not member.attempt:  # `_repaired` logs further attempts of a world
                     print(contract.start_line(member.generation, 0, world.reason), file=sys.stderr, flush=True)
                 own = {**environ, **member.numbers}
-                waits = False
+                waiting = None
                 ranks.start(self._command, rank_processes.environs(world, member.run_id, self._processes, member.rank, own))
-                while not (over := ranks.over()) and not member.must_stop() and not (kept := self._waits()):
+                while not (over := ranks.over()) and not member.must_stop() and not self._all_wait():
                     ranks.wait(MONITOR_INTERVAL_S)
-                if over and not any(rank_failures.is_cause(self._failure(end)) for end in ranks.failures()):
+                if not over and self._stay(ranks):
+                    self._waiting = ranks
+                elif over and not any(rank_failures.is_cause(self._failure(end)) for end in ranks.failures()):
                     ranks.wait(rank_processes.CAUSE_S, all_=True)
             finally:
-                if kept:
+                if self._waiting:
                     ranks.keep()
                 else:
                     promised = os.path.exists(environ[Env.NOTICE])
-                    ranks.stop(0.0 if waits else self._grace_s if promised else rank_processes.KILL_DELAY_S)
+                    ranks.stop(0.0 if waiting else self._grace_s if promised else rank_processes.KILL_DELAY_S)
+            over = over or (self._waiting is not None and bool(self._start.errors()))
         oom = machine_memory.Machine().oom_kills() > oom_kills
         failures = {failure.local_rank: failure for failure in ranks.failures()}
         # The first process to fail may end last: it made others fail, and then all of them were stopped.
-        for local_rank, record in self._start.causes().items() if failures else ():
+        records = self._start.errors() if self._waiting else self._start.causes() if failures else {}
+        for local_rank, record in records.items():
             end = rank_failures.Ended(record["rank"], local_rank, record["code"], record["time"])
             failures.setdefault(local_rank, end)
         if member.repairs and any(end.why == rank_processes.LOST for end in failures.values()):
@@ -198,13 +205,27 @@ class WorldLoop:
         member = self._member
         return rank_failures.Start(self._worker, self._state, self._processes, member.generation, member.attempt)
 
-    def _waits(self) -> bool:
-        """Return whether all processes wait for the next world. Checks rarely until a new world is announced."""
-        asked = self._member.called() or os.path.exists(self._environ[Env.NOTICE])
-        if not asked and time.monotonic() - self._looked < LOOK_S:
+    def _all_wait(self) -> bool:
+        """Return whether all processes wait for the next world. Checks rarely without a sign of its end."""
+        errors = (self._state / contract.ERROR.format(local_rank=each) for each in range(self._processes))
+        ends = self._member.called() or os.path.exists(self._environ[Env.NOTICE]) or any(map(os.path.exists, errors))
+        if not ends and time.monotonic() - self._looked < LOOK_S:
             return False
         self._looked = time.monotonic()
-        return self._start.waits()
+        return self._start.all_of(rank_failures.waits)
+
+    def _stay(self, ranks: rank_processes.RankProcesses) -> bool:
+        """Return whether all processes wait for the next world, at the latest after STAY_S. Nothing breaks a collective with a
+        silent worker."""
+        member, mesh = self._member, self._member.mesh
+        silent = mesh is not None and not {*mesh.unheard} <= {*mesh.refused}
+        able = member.closed is None and not member.leaving() and not silent and self._start.all_of(rank_failures.stays)
+        until = time.monotonic() + STAY_S if able else 0.0
+        while not (wait := self._start.all_of(rank_failures.waits)) and not ranks.over() and time.monotonic() < until:
+            ranks.wait(MONITOR_INTERVAL_S)
+        if able and not wait:
+            print(f"outlast | new processes start: the old ones have not left their world within {STAY_S:g} s", flush=True)
+        return wait
 
     def _failure(self, ended: rank_failures.Ended, *, oom: bool = False) -> dict[str, Any]:
         return self._start.failure(ended, self._verdicts.get(ended.local_rank), oom=oom)

@@ -7,7 +7,7 @@ import errno
 import math
 import re
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -76,11 +76,11 @@ class Start:
     generation: int
     attempt: int
 
-    def waits(self) -> bool:
-        """Return whether all processes have saved and are waiting for the next world."""
+    def all_of(self, holds: Callable[[progress_file.Progress], bool]) -> bool:
+        """Return whether a condition holds for the records of all processes."""
         records = (progress_file.read(self.state, local_rank) for local_rank in range(self.processes))
         start = self.generation, self.attempt
-        return all(each and each.phase == "waiting" and (each.generation, each.attempt) == start for each in records)
+        return all(each and (each.generation, each.attempt) == start and holds(each) for each in records)
 
     def failure(self, ended: Ended, verdict: Verdict | None = None, *, oom: bool = False) -> dict[str, Any]:
         """Return a process's failure for the rendezvous. `oom` is True if the OOM killer has killed a process of this worker."""
@@ -130,10 +130,24 @@ class Start:
         reason = left_early(f"rank {rank} on worker {self.worker}", first["rank"], first["step"])
         return {**first, "rank": rank, "reason": reason, "echo": False, "left": True, "traceback": ""}
 
-    def causes(self) -> dict[int, dict[str, Any]]:
-        """Return the processes' error records, without secondary failures, keyed by local rank."""
+    def errors(self) -> dict[int, dict[str, Any]]:
+        """Return the processes' error records, keyed by local rank."""
         records = {each: files.mapping(self.state / contract.ERROR.format(local_rank=each)) for each in range(self.processes)}
-        return {each: record for each, record in records.items() if "code" in record and not is_secondary(record)}
+        return {each: record for each, record in records.items() if "code" in record}
+
+    def causes(self) -> dict[int, dict[str, Any]]:
+        """Return the error records without those of secondary failures."""
+        return {each: record for each, record in self.errors().items() if not is_secondary(record)}
+
+
+def waits(record: progress_file.Progress) -> bool:
+    """Return whether a process waits for its place in the next world."""
+    return record.phase == "waiting"
+
+
+def stays(record: progress_file.Progress) -> bool:
+    """Return whether a process will wait for the next world once it notices that its own has ended."""
+    return record.keeps and record.phase not in ("started", "open")
 
 
 def is_cause(failure: Mapping[str, Any]) -> bool:

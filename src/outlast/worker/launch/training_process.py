@@ -78,16 +78,26 @@ def main(argv: list[str]) -> None:
         print(error, file=sys.stderr, flush=True)
         sys.exit(code)
     except Exception as error:
-        if hint := _hint(error):
-            error.add_note(hint)
-        text = "".join(traceback.format_exception(error.with_traceback(_below_runpy(error))))
-        if rank_failures.is_secondary(_record(state, error, text, contract.Exit.FAILED)):
-            log = f"{contract.LOGS}/{contract.worker_log(int(os.environ.get(contract.Env.WORKER, '0')))}"
-            text = f"a collective broke here because another rank has ended; its error is in {log}\n{text}"
-            watch.broken, text = True, textwrap.indent(text, contract.ECHO, lambda _: True)
-        sys.stderr.write(text)
-        sys.stderr.flush()
+        report(error)
         sys.exit(contract.Exit.FAILED)
+
+
+def report(error: Exception) -> None:
+    """Record an error of the script for the agent, and print it."""
+    if hint := _hint(error):
+        error.add_note(hint)
+    text = "".join(traceback.format_exception(error.with_traceback(_below_runpy(error))))
+    if rank_failures.is_secondary(_record(os.environ.get(contract.Env.STATE), error, text, contract.Exit.FAILED)):
+        log = f"{contract.LOGS}/{contract.worker_log(int(os.environ.get(contract.Env.WORKER, '0')))}"
+        text = f"a collective broke here because another rank has ended; its error is in {log}\n{text}"
+        deadlocks.watch().broken, text = True, textwrap.indent(text, contract.ECHO, lambda _: True)
+    sys.stderr.write(text)
+    sys.stderr.flush()
+
+
+def is_secondary(error: BaseException) -> bool:
+    """Return whether a collective broke because another rank had ended."""
+    return rank_failures.is_secondary({"type": type(error).__name__, "message": str(error), "traceback": str(error)})
 
 
 def _tcp_store(address: str) -> Any:
