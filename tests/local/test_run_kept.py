@@ -74,9 +74,11 @@ def test_a_change_that_fails_ends_in_new_processes_with_the_same_bits(machine, h
     assert restarts == 1 or (harm == "waits" and not restarts), "a process that waits is needed by nobody, once its agent knows"
 
 
-@pytest.mark.parametrize("victim", ["process", "worker"])
-def test_processes_outlive_the_loss_of_another_and_change_no_bit(machine, undisturbed, victim: str):
-    args = ("--steps=60", "--pause=0.04", "--gate", "--keep")
+@pytest.mark.parametrize(
+    ("victim", "how"), [("process", ()), ("worker", ()), pytest.param("worker", ("--sharded",), marks=pytest.mark.slow)]
+)
+def test_processes_outlive_the_loss_of_another_and_change_no_bit(machine, undisturbed, victim: str, how: tuple[str, ...]):
+    args = ("--steps=60", "--pause=0.04", "--gate", *how, "--keep")
     name = machine.submit(machine.job(args=args, workers={"replicas": 3}, checkpoint={"every": "1h"}))
     before = machine.at_step(name, 15)
     lost = before.workers[1]
@@ -85,7 +87,7 @@ def test_processes_outlive_the_loss_of_another_and_change_no_bit(machine, undist
     assert {index: pid for index, pid in pids(before).items() if pids(after)[index] == pid}.keys() == {0, 2}
     status = machine.end(name, hurry=True)
     assert (status.state, status.restarts) == (State.SUCCEEDED, 1), status.reason
-    assert machine.final(name) == undisturbed(args[:3], 3)
+    assert machine.final(name) == undisturbed(args[:-1], 3)
 
 
 @pytest.mark.slow

@@ -95,8 +95,11 @@ def _give_up() -> None:
         accelerate.GradientState._reset_state()
     if "torch._dynamo" in sys.modules:  # a new process compiles for the shapes of its world
         torch._dynamo.reset()
-    if tensor := sys.modules.get("torch.distributed.tensor"):  # its caches have our place in a mesh, and equal meshes are one key
-        tensor.debug._clear_sharding_prop_cache()
+    if "torch.distributed.tensor" in sys.modules:  # its caches have our place in a mesh, and equal meshes are one key
+        from torch.distributed.tensor import _redistribute, debug
+
+        debug._clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
+        getattr(_redistribute, "clear_redistribute_planner_cache", lambda: None)()  # since torch 2.12
     gc.collect()
     if dist.is_initialized():
         with contextlib.suppress(RuntimeError):  # its connections are broken
