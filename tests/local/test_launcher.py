@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import json
@@ -197,8 +198,8 @@ class Asked:
 
     id, world, closed = 1, who_trains.World(1, (0, 1), "", ""), None
 
-    def __init__(self, deadline: float) -> None:
-        self.called = Called(2, "worker 2 joins", True, deadline)
+    def __init__(self, deadline: float, *, planned: bool = True) -> None:
+        self.called = Called(2, "worker 2 joins", planned, deadline)
 
     def report(self, standing: str, **fields: Any) -> None: ...
 
@@ -225,6 +226,24 @@ def test_training_has_the_grace_of_its_job_from_when_it_hears_of_it(tmp_path: Pa
         left = member.must_stop()
     assert left
     writer.close()
+
+
+def test_who_leaves_waits_no_longer_than_10_s_for_a_save_with_a_lost_worker(tmp_path: Path, monkeypatch) -> None:
+    """It may never end, and the next world saves what the memory of this worker has."""
+    monkeypatch.delenv(contract.Env.NOTICE, raising=False)
+    machine = Machine()
+    asked = Asked(wall.time(), planned=False)
+    member = Membership(asked, run_id="run", state=tmp_path, host="127.0.0.1", processes=1, leave_s=120.0)  # type: ignore[arg-type]
+    member._clock, member.world = machine.awake(), Asked.world
+    with contextlib.closing(progress_file.Writer(tmp_path, 0)) as writer:
+        writer.write(progress_file.Progress(generation=1, rank=1, phase="save", step=4, snapshot=2))
+        notice_file.write(tmp_path / contract.NOTICE, "leave", "a drain", wall.time())
+        stops = []
+        for _ in range(12):
+            stops.append(member.must_stop())
+            machine.goes_on(1.0)
+    assert stops == [False] * 11 + [True]
+    assert member._owes()
 
 
 @pytest.mark.parametrize(("phase", "held", "stops"), [
@@ -367,7 +386,8 @@ def test_only_processes_that_have_something_to_save_are_given_time_to_end(tmp_pa
     )
     loop: Any = SimpleNamespace(
         _environ=environ, _processes=1, _command=[], _grace_s=75.0,
-        _member=member, _state=tmp_path, _connect=next_world, _waits=lambda: True,
+        _member=member, _state=tmp_path, _connect=next_world, _all_wait=lambda: True, _stay=lambda _: waits, _waiting=None,
+        _start=SimpleNamespace(errors=dict),
     )  # fmt: skip
     with pytest.raises(RunClosed):
         WorldLoop._train(loop)

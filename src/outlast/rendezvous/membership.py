@@ -36,6 +36,8 @@ from outlast.rendezvous.who_trains import MemberState, World
 
 LOOK_S = 1.0
 """Interval, in seconds, between reads of the processes' records, until the processes have reported their batch."""
+BROKEN_S = 10.0
+"""Seconds for which a worker that leaves lets its processes finish a save although others have ended. Arbitrary."""
 Store = TypeVar("Store")
 Connect = Callable[[World, int, socket.socket], Store]
 """Connects to a world's store as the given rank; rank 0 also hosts it on the listening socket. Raises OSError or torch's
@@ -81,6 +83,7 @@ class Membership:
         self._join_s, self._leave_s = join_s, leave_s
         self._clock = Awake()
         self._request: tuple[tuple[str, int, float], float] | None = None
+        self._broken_at: float | None = None
         """The last request to training (kind, generation, deadline), and its deadline on our clock."""
         self._state = state
         self._host = host
@@ -202,7 +205,9 @@ class Membership:
             self._report_leaving()
             broken = called is not None and self.called() and not called.planned  # ranks of other workers may have left already
             saves = self._listening() or self._owes() if broken else self._saves()
-            return not saves or self._too_late("leave", 0, request["deadline"])
+            self._broken_at = (self._broken_at or now) if broken else None
+            stuck = self._broken_at is not None and now - self._broken_at > BROKEN_S  # the next world saves what they owe
+            return not saves or stuck or self._too_late("leave", 0, request["deadline"])
         if called is None or not self.called():
             return self.repairs is not None and self.repairs.stop_requested() and not self.dies()
         self._refuse(called.reason)
