@@ -104,8 +104,6 @@ def _give_up() -> None:
     if dist.is_initialized():
         with contextlib.suppress(RuntimeError):  # its connections are broken
             dist.destroy_process_group()
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        torch.cuda.empty_cache()
 
 
 def _wait() -> None:
