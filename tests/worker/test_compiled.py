@@ -217,7 +217,7 @@ def test_a_warm_up_that_could_not_work_is_a_mistake_of_the_job_file(compile: str
 
 
 COMPILING = """
-import json, os, sys, torch
+import json, os, sys, time, torch
 from torch._dynamo.utils import counters
 from outlast.training import session
 
@@ -230,6 +230,7 @@ with session.open() as run:
     found = {name: counters["inductor"][f"fxgraph_cache_{name}"] for name in ("hit", "miss")}
     (run.output / "found.json").write_text(json.dumps(found))
     print("compiled", sys.argv[1:], flush=True)
+    time.sleep(3)  # longer than compile_cache.KILLED_S: what changes just before the end is not sent
 """
 
 
