@@ -84,7 +84,7 @@ def test_processes_outlive_the_loss_of_another_and_change_no_bit(machine, undist
     lost = before.workers[1]
     os.kill(lost.ranks[0].pid if victim == "process" else lost.pid, signal.SIGKILL)
     after = machine.wait(name, lambda s: s.restarts == 1 and s.step > before.step + 10 and len(s.world) == 3)
-    assert {index: pid for index, pid in pids(before).items() if pids(after)[index] == pid}.keys() == {0, 2}
+    assert {index for index, pid in pids(before).items() if pids(after)[index] == pid} == {0, 2}
     status = machine.end(name, hurry=True)
     assert (status.state, status.restarts) == (State.SUCCEEDED, 1), status.reason
     assert machine.final(name) == undisturbed(args[:-1], 3)
@@ -101,3 +101,18 @@ def test_a_process_that_does_not_notice_the_loss_is_replaced(machine, undisturbe
     status = machine.end(name, hurry=True)
     assert (status.state, status.restarts) == (State.SUCCEEDED, 1), status.reason
     assert machine.final(name) == undisturbed(args[:3], 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("library", ["hf", "lightning"])
+def test_processes_with_a_trainer_outlive_the_loss_of_another_and_change_no_bit(machine, library: str):
+    usual = {"script": "trainers.py", "args": [library, "100"], "workers": {"replicas": 3}, "hang": {"limit": "30s"}}
+    whole = machine.submit(machine.job("whole", **usual))
+    assert machine.end(whole).state is State.SUCCEEDED
+    name = machine.submit(machine.job(**usual))
+    before = machine.at_step(name, 20)
+    os.kill(before.workers[1].ranks[0].pid, signal.SIGKILL)
+    after = machine.wait(name, lambda s: s.restarts == 1 and s.step > before.step + 20 and len(s.world) == 3)
+    assert {index for index, pid in pids(before).items() if pids(after)[index] == pid} == {0, 2}
+    assert machine.end(name).state is State.SUCCEEDED
+    assert machine.final(name) == machine.final(whole)
