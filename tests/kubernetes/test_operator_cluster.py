@@ -21,7 +21,13 @@ HARM: dict[str, Callable[[Namespace, str], object]] = {
     "cut off": lambda ns, pod: ns.kubectl("delete", "pod", pod, "--grace-period=0", "--force"),
     "processes killed": lambda ns, pod: ns.kubectl("exec", pod, "--", "sh", "-c", "kill -9 -1", fails=True),
     "processes stopped": lambda ns, pod: ns.kubectl(
-        "exec", pod, "--", "sh", "-c", "for p in /proc/[0-9]*; do p=${p#/proc/}; [ $p -gt 1 ] && kill -STOP $p; done", fails=True
+        "exec",
+        pod,
+        "--",
+        "sh",
+        "-c",
+        "for p in /proc/[0-9]*; do p=${p#/proc/}; [ $p -gt 1 ] && [ $p != $$ ] && kill -STOP $p; done",
+        fails=True,
     ),
 }
 
