@@ -75,7 +75,10 @@ def test_an_evicted_worker_saves_and_is_replaced(namespace: Namespace) -> None:
         "metadata": {"name": "evicted-worker-0", "namespace": namespace.name},
     }
     path = f"/api/v1/namespaces/{namespace.name}/pods/evicted-worker-0/eviction"
-    namespace.kubectl("create", "--raw", path, "-f", "-", given=eviction)
+    # Until the budget's controller has seen both pods, the server refuses, and a drain asks again.
+    namespace.wait(
+        lambda: "Success" in namespace.kubectl("create", "--raw", path, "-f", "-", given=eviction, fails=True), str, 60
+    )
     found = until(namespace, "evicted", lambda found: found["generation"] > before + 1 and trains(2)(found))
     assert (found["restarts"], found["interruptions"]) == (0, 1)
     assert found["checkpoint"]["step"] >= step

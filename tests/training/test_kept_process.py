@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import weakref
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -20,6 +24,12 @@ from outlast.worker.launch import script_files, training_process
 from outlast.worker.launch.rank_failures import Ended, Start
 
 BROKEN = "Connection closed by peer [127.0.0.1]:5304"
+collective: dict[str, Any] = {"__name__": "torch.distributed.distributed_c10d"}
+exec(f"def breaks(): raise RuntimeError({BROKEN!r})", collective)
+
+
+def leaves() -> None:
+    raise kept_process.Left(Exit.INTERRUPTED)
 
 
 @pytest.fixture
@@ -27,6 +37,7 @@ def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The directory of a worker whose process has an agent."""
     monkeypatch.setattr(training_process, "is_rank", True)
     monkeypatch.setattr(training_process, "kept", False)
+    monkeypatch.setattr(kept_process, "_outside", False)
     monkeypatch.setattr(deadlocks.watch(), "code", Exit.MISCONFIGURED)
     monkeypatch.setattr(script_files, "stays", lambda *_: None)
     names = {Env.STATE: tmp_path, Env.NOTICE: tmp_path / "notice", Env.GENERATION: 2, Env.ATTEMPT: 0, "LOCAL_RANK": 0, "RANK": 1}
@@ -37,9 +48,9 @@ def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("end", [SystemExit(Exit.INTERRUPTED), RuntimeError(BROKEN)])
+@pytest.mark.parametrize("end", [leaves, collective["breaks"]])
 def test_a_function_whose_world_has_ended_is_called_again_in_the_next(
-    state: Path, end: BaseException, monkeypatch: pytest.MonkeyPatch
+    state: Path, end: Callable[[], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, read = set(), next_world.read
     reported: list[tuple[str, int, bool]] = []
@@ -52,19 +63,22 @@ def test_a_function_whose_world_has_ended_is_called_again_in_the_next(
 
     monkeypatch.setattr(next_world, "read", place)
     starts: list[tuple[int, str]] = []
+    draws: list[tuple[float, float, float]] = []
 
     def train() -> str:
         assert not model or not next(iter(model))(), "what the function has made is released"
         large = type("Large", (), {})()
         model.add(weakref.ref(large))
         starts.append((int(os.environ[Env.GENERATION]), os.environ["RANK"]))
+        draws.append((random.random(), float(np.random.rand()), float(torch.rand(1))))
         if len(starts) == 1:
-            raise end
+            end()
         return "trained"
 
     assert session.run(train) == "trained"
     assert starts == [(2, "1"), (3, "0")]
-    assert reported == [("waiting", 4, not isinstance(end, SystemExit))], "the agent reads why, and which steps are held"
+    assert draws[0] == draws[1], "it finds the generators as a new process would"
+    assert reported == [("waiting", 4, end is not leaves)], "the agent reads why, and which steps are held"
     assert not (state / ERROR.format(local_rank=0)).exists()
     assert (training_process.kept, deadlocks.watch().code) == (True, Exit.FAILED), "a new process tells whether it is a mistake"
 
@@ -90,7 +104,7 @@ def test_another_end_is_that_of_the_process(state: Path, error: BaseException) -
 def test_a_process_without_a_state_to_load_is_replaced(state: Path) -> None:
     progress_file.Writer(state, 0).write(progress_file.Progress(generation=2, rank=1, phase="train", step=1))
     with pytest.raises(RuntimeError, match="Connection closed"):
-        session.run(lambda: (_ for _ in ()).throw(RuntimeError(BROKEN)))
+        session.run(collective["breaks"])
     net = nn.Linear(2, 2)
     net(torch.ones(1, 2)).sum().backward()
     with pytest.raises(NotRestored, match="no saved state is left"):
@@ -99,9 +113,15 @@ def test_a_process_without_a_state_to_load_is_replaced(state: Path) -> None:
     assert net.weight.grad is None
 
 
+def test_what_a_new_process_would_do_first_keeps_no_process(state: Path) -> None:
+    assert session.run(lambda: 3) == 3
+    with pytest.raises(RuntimeError, match="Connection closed"):  # a new process begins with the first function
+        session.run(collective["breaks"])
+
+
 def test_without_an_agent_the_function_is_called_once() -> None:
     with pytest.raises(RuntimeError, match="Connection closed"):
-        session.run(lambda: (_ for _ in ()).throw(RuntimeError(BROKEN)))
+        session.run(collective["breaks"])
     assert session.run(lambda: session.run(lambda: 3)) == 3
 
 

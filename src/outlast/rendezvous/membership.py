@@ -83,8 +83,9 @@ class Membership:
         self._join_s, self._leave_s = join_s, leave_s
         self._clock = Awake()
         self._request: tuple[tuple[str, int, float], float] | None = None
-        self._broken_at: float | None = None
         """The last request to training (kind, generation, deadline), and its deadline on our clock."""
+        self._broken_at: float | None = None
+        """When others had ended while this worker leaves; None if they have not."""
         self._state = state
         self._host = host
         self._processes = processes

@@ -12,6 +12,7 @@ import contextlib
 import dataclasses
 import gc
 import os
+import random
 import sys
 import threading
 import time
@@ -20,6 +21,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -34,20 +36,31 @@ from outlast.worker.launch import os_calls, script_files, training_process
 T = TypeVar("T")
 _PAUSE_S, _MAX_PAUSE_S = 0.005, 0.1
 """Shortest and longest interval in seconds between checks for the place in the next world."""
-_within = False
+_BREAKS = "torch.distributed", "torch.nn.parallel", "torch.autograd", "torch._ops", "outlast.training"
+"""Modules in which a collective breaks."""
+_within = _outside = False
+"""Whether `run` is calling a function, and whether a session was opened outside of one, which a new process would do again."""
+_decision: tuple[BaseException, bool] | None = None
+
+
+class Left(SystemExit):
+    """Raised by a session that has left its world."""
 
 
 def keeps() -> bool:
-    """Return whether this process can continue in the next world: an agent has started it, and `run` calls the function."""
+    """Return whether this process can continue in the next world: an agent has started it, and `run` calls the function. Every
+    session calls this as it opens."""
+    global _outside
+    _outside = _outside or not _within
     return _within and training_process.is_rank
 
 
 def run(train: Callable[[], T]) -> T:
     """Call `train` in this world and in each later one, until it returns or raises an exception of its own."""
-    global _within
-    if _within:
+    global _within, _outside, _decision
+    if _within or _outside or not training_process.is_rank:
         return train()
-    _within = True
+    _within, drawn = True, (random.getstate(), np.random.get_state(), torch.get_rng_state())
     try:
         while True:
             try:
@@ -59,23 +72,34 @@ def run(train: Callable[[], T]) -> T:
                     training_process.report(error)
                 for each in causes(error):
                     traceback.clear_frames(each.__traceback__)
+            _decision = None
             _give_up()
             _wait()
+            random.setstate(drawn[0])
+            np.random.set_state(drawn[1])
+            torch.set_rng_state(drawn[2])
     finally:
-        _within = False
+        _within, _outside, _decision = False, True, None
 
 
 def stays(error: BaseException) -> bool:
     """Return whether `run` calls its function again after this error."""
-    if not keeps() or any(thread.name == background_save.THREAD for thread in threading.enumerate()):
+    global _decision
+    if _decision is None or _decision[0] is not error:  # the session closes if this is true, so the answer must stay the same
+        _decision = error, _stays(error)
+    return _decision[1]
+
+
+def _stays(error: BaseException) -> bool:
+    if not (_within and training_process.is_rank) or any(each.name == background_save.THREAD for each in threading.enumerate()):
         return False
     record = progress_file.read(Path(os.environ[Env.STATE]), int(os.environ["LOCAL_RANK"]))
     if record is None or not (record.snapshot or record.committed):  # `check` would refuse
         return False
     if isinstance(error, SystemExit):
-        notice = Path(os.environ[Env.NOTICE])
-        return error.code == Exit.INTERRUPTED and notice_file.read(notice).get("kind") != "leave"
-    return training_process.is_secondary(error)
+        return isinstance(error, Left) and notice_file.read(Path(os.environ[Env.NOTICE])).get("kind") != "leave"
+    frames = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return training_process.is_secondary(error) and frames[-1].startswith(_BREAKS)
 
 
 def check(state: Mapping[str, Any], source: str) -> None:
@@ -104,6 +128,8 @@ def _give_up() -> None:
     if dist.is_initialized():
         with contextlib.suppress(RuntimeError):  # its connections are broken
             dist.destroy_process_group()
+        if dist.is_initialized():
+            raise SystemExit(Exit.INTERRUPTED)
 
 
 def _wait() -> None:

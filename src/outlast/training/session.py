@@ -548,7 +548,7 @@ class Session:
             self._saves.store(step, value, wait=self._leaving)
         if self._leaving:
             self._saves.left(step, late, self.generation)
-            raise SystemExit(Exit.INTERRUPTED)
+            raise kept_process.Left(Exit.INTERRUPTED)
 
     def _report(self, **changes: Any) -> None:
         """Rewrite this process's progress record. Two threads call this."""

@@ -38,8 +38,8 @@ LOOK_S = 0.5
 """Interval in seconds between checks for processes that wait for a world that this worker does not know yet. Arbitrary."""
 EXIT_TIMEOUT_S = 5.0
 """Maximum seconds that a process takes to end after it has recorded its error."""
-STAY_S = 3.0
-"""Seconds that processes have, once a collective is broken, until they wait for the next world. Arbitrary."""
+STAY_S = 1.0
+"""Seconds that processes have, once another is lost, until they wait for the next world. Arbitrary."""
 MAX_BACKOFF_S = 30.0
 """Longest backoff in seconds for a script that exits as if interrupted, but was not."""
 
@@ -167,7 +167,7 @@ class WorldLoop:
                     ranks.wait(MONITOR_INTERVAL_S)
                 if not over and self._stay(ranks):
                     self._waiting = ranks
-                elif over and not any(rank_failures.is_cause(self._failure(end)) for end in ranks.failures()):
+                elif (over := ranks.over()) and not any(rank_failures.is_cause(self._failure(end)) for end in ranks.failures()):
                     ranks.wait(rank_processes.CAUSE_S, all_=True)
             finally:
                 if self._waiting:
@@ -223,7 +223,7 @@ class WorldLoop:
         until = time.monotonic() + STAY_S if able else 0.0
         while not (wait := self._start.all_of(rank_failures.waits)) and not ranks.over() and time.monotonic() < until:
             ranks.wait(MONITOR_INTERVAL_S)
-        if able and not wait:
+        if able and not wait and not ranks.over():
             print(f"outlast | new processes start: the old ones have not left their world within {STAY_S:g} s", flush=True)
         return wait
 
