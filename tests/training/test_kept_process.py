@@ -119,6 +119,16 @@ def test_what_a_new_process_would_do_first_keeps_no_process(state: Path) -> None
         session.run(collective["breaks"])
 
 
+def test_a_process_whose_watch_waits_for_a_lost_store_is_replaced(state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(deadlocks, "FORGET_S", 0.01)
+    with deadlocks.watch()._lock, pytest.raises(SystemExit, match="75"):
+        session.run(collective["breaks"])
+    record = progress_file.read(state, 0)
+    assert record is not None
+    assert record.phase == "train", "it does not say that it waits"
+    assert (state / ERROR.format(local_rank=0)).exists()
+
+
 def test_without_an_agent_the_function_is_called_once() -> None:
     with pytest.raises(RuntimeError, match="Connection closed"):
         session.run(collective["breaks"])

@@ -136,6 +136,8 @@ def _wait() -> None:
     """Wait until the agent has given this process its place in the next world, and take it. Raises RuntimeError."""
     state, local_rank = Path(os.environ[Env.STATE]), int(os.environ["LOCAL_RANK"])
     start, pause_s, watch = next_world.start(os.environ), _PAUSE_S, deadlocks.watch()
+    if not watch.forget():
+        raise SystemExit(Exit.INTERRUPTED)
     if record := progress_file.read(state, local_rank):
         with contextlib.closing(progress_file.Writer(state, local_rank)) as writer:
             writer.write(dataclasses.replace(record, phase="waiting"))
@@ -144,7 +146,6 @@ def _wait() -> None:
             time.sleep(pause_s)
             pause_s = min(_MAX_PAUSE_S, 1.1 * pause_s)
     training_process.kept = True
-    watch.forget()
     watch.code = Exit.FAILED  # a new process tells whether the script has the mistake
     os.environ.update(place)
     os_calls.entitle(training_process.title(training_process.command, os.environ))

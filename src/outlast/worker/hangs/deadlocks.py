@@ -41,6 +41,7 @@ _STILL = "outlast/still"
 PATIENCE = 3.0
 """Maximum interval in seconds between comparisons with the other ranks, reached in long waits."""
 _ANSWER_S = 10.0
+FORGET_S = 0.5
 _WHERE_LIMIT = 600
 _COUNTED = frozenset(
     [
@@ -167,12 +168,16 @@ class Watch:
             self._thread = threading.Thread(target=self._look, args=(state,), name="outlast-stall", daemon=True)
             self._thread.start()
 
-    def forget(self) -> None:
-        """Forget the last world. Called when this process enters the next one."""
-        with self._lock:
-            self.call, self.calls, self.broken = "", 0, False
-            self._own_groups.clear()
-            self._store, self._group, self._published, self._suspected = None, 0, False, []
+    def forget(self) -> bool:
+        """Forget the last world, before this process waits for the next one. Returns False if that takes longer than FORGET_S,
+        since the watch's thread still tries to connect to the last world's store."""
+        if not self._lock.acquire(timeout=FORGET_S):
+            return False
+        self.call, self.calls, self.broken = "", 0, False
+        self._own_groups.clear()
+        self._store, self._group, self._published, self._suspected = None, 0, False, []
+        self._lock.release()
+        return True
 
     def alive(self) -> contextlib.AbstractContextManager[None]:
         """Return a context in which the process counts as moving."""
