@@ -12,7 +12,6 @@ import contextlib
 import dataclasses
 import gc
 import os
-import random
 import sys
 import threading
 import time
@@ -21,7 +20,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -29,6 +27,7 @@ from outlast.base.errors import NotRestored, causes
 from outlast.job.contract import Env, Exit
 from outlast.job.workerfiles import next_world, notice_file, progress_file
 from outlast.rendezvous import world_store
+from outlast.training.samples import seeded
 from outlast.training.state import background_save
 from outlast.worker.hangs import deadlocks
 from outlast.worker.launch import os_calls, script_files, training_process
@@ -60,7 +59,7 @@ def run(train: Callable[[], T]) -> T:
     global _within, _outside, _decision
     if _within or _outside or not training_process.is_rank:
         return train()
-    _within, drawn = True, (random.getstate(), np.random.get_state(), torch.get_rng_state())
+    _within, generators = True, seeded.generators()
     try:
         while True:
             try:
@@ -75,9 +74,7 @@ def run(train: Callable[[], T]) -> T:
             _decision = None
             _give_up()
             _wait()
-            random.setstate(drawn[0])
-            np.random.set_state(drawn[1])
-            torch.set_rng_state(drawn[2])
+            seeded.set_generators(generators)
     finally:
         _within, _outside, _decision = False, True, None
 

@@ -59,12 +59,13 @@ def page(run: Run) -> str:
     """Format a run with its members as text."""
     known = facts(run)
     world, members, decides = known["world"], known["members"], run.coordinator
+    member = f"member {decides.id} on " if decides and decides.id is not None else ""
     top = {
         "run": run.name,
         "nnodes": known["nnodes"],
         "generation": known["generation"] or None,
         "world": f"members {', '.join(map(str, world['members']))} at {world['address']} ({world['reason']})" if world else None,
-        "decides": (f"member {decides.id} on " * (decides.id is not None) + decides.host) if decides else "nobody",
+        "decides": f"{member}{decides.host}" if decides else "nobody",
         "why": known["why"],
         "forgotten": f"in {run.left_s} s" if run.closed and run.left_s is not None else None,
     }

@@ -57,16 +57,25 @@ def only(batches: list[Any]) -> Any:
     return batch
 
 
+def generators() -> tuple[Any, ...]:
+    """Return the states of the default generators of Python, numpy and torch."""
+    return random.getstate(), np.random.get_state(), torch.get_rng_state()
+
+
+def set_generators(states: tuple[Any, ...]) -> None:
+    random.setstate(states[0])
+    np.random.set_state(states[1])
+    torch.set_rng_state(states[2])
+
+
 @contextlib.contextmanager
 def preserved_generators() -> Iterator[None]:
-    """Restore the default generators of Python, numpy and torch at the end of the block."""
-    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    """Restore the default generators at the end of the block."""
+    states = generators()
     try:
         yield
     finally:
-        random.setstate(states[0])
-        np.random.set_state(states[1])
-        torch.set_rng_state(states[2])
+        set_generators(states)
 
 
 def seed_all(seed: int, rank: int | None = None, step: int = 0) -> None:

@@ -23,7 +23,7 @@ import os
 import re
 import shutil
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -32,6 +32,7 @@ from outlast.base import file_locks, files, units
 from outlast.base.errors import OutlastError
 from outlast.job import spec
 from outlast.storage import store
+from outlast.storage.store import Entry
 from outlast.worker.prepare import data_cache_eviction, fetch_from_store
 from outlast.worker.prepare.fetch_from_store import Listing, Say
 
@@ -107,7 +108,7 @@ class Source:
         """Fetch the store's current version, and return its name. Raises OutlastError if the run has pinned another version."""
         listing = fetch_from_store.look(self._url, self._field)
         if pinned in ("", listing.version):
-            listing = fetch_from_store.consistent(listing, self._begin, say=self._say, stop=self._stop)
+            listing = fetch_from_store.consistent(listing, self._tree, begins=self._begin, say=self._say, stop=self._stop)
         if pinned not in ("", listing.version):
             raise OutlastError(
                 f"{self._field} ({self._url}) has changed since this run began, and this machine has no copy of the old files; "
@@ -135,16 +136,17 @@ class Source:
                 os.close(lock)
         return None
 
-    def _begin(self, listing: Listing) -> Path:
-        """Make room for a version, and return the directory for its files."""
+    def _tree(self, listing: Listing) -> Path:
+        return self._home / listing.version / "tree"
+
+    def _begin(self, listing: Listing, missing: Sequence[Entry]) -> None:
+        """Mark a version that lacks files as incomplete, and make room for them."""
         directory = self._home / listing.version
         directory.mkdir(parents=True, exist_ok=True)
-        lacking = fetch_from_store.lacking(listing, directory / "tree")
-        if lacking or not (directory / _LISTING).is_file():
+        if missing or not (directory / _LISTING).is_file():
             files.replace(directory / _PARTIAL, json.dumps({"url": listing.url, "size": listing.size}))
             (directory / _LISTING).unlink(missing_ok=True)
-            self._make_room(sum(entry.size for entry in lacking))
-        return directory / "tree"
+            self._make_room(sum(entry.size for entry in missing))
 
     def _make_room(self, needed: int) -> None:
         if missing := data_cache_eviction.make(self._cache, needed, things, os.environ):

@@ -91,18 +91,22 @@ def look(url: str, field: str) -> Listing:
     return Listing(url, field, place, entries)
 
 
-def lacking(listing: Listing, tree: Path) -> list[Entry]:
-    """Return the files that `tree` lacks, or has in another size."""
-    return [entry for entry in listing.entries if _size(tree / entry.key) != entry.size]
-
-
-def consistent(listing: Listing, into: Callable[[Listing], Path], *, say: Say, stop: threading.Event) -> Listing:
+def consistent(
+    listing: Listing,
+    into: Callable[[Listing], Path],
+    *,
+    begins: Callable[[Listing, Sequence[Entry]], None] = lambda *_: None,
+    say: Say,
+    stop: threading.Event,
+) -> Listing:
     """Fetch a listing to the directory that `into(listing)` returns, and return the listing that was fetched. If files change in
-    the meantime, list and fetch the place again, so that all files have the same version."""
+    the meantime, list and fetch the place again, so that all files have the same version. `begins` is called first, with the
+    listing and the files that the directory lacks or has in another size."""
     problem: StoreError | None
     for attempt in range(_ATTEMPTS):
         tree, problem = into(listing), None
-        missing = lacking(listing, tree)
+        missing = [entry for entry in listing.entries if _size(tree / entry.key) != entry.size]
+        begins(listing, missing)
         if not missing:
             if not attempt:
                 say(f"{listing.name} is here already")
