@@ -58,6 +58,7 @@ TABLE = _of(
     ("outlast_own_step_seconds", "gauge", _RANK, "Median time of a step minus its time in collectives, under DDP."),
     ("outlast_slow_ratio", "gauge", _RANK, "Fraction by which a slow rank's own time exceeds the others'."),
     ("outlast_differing_step", "gauge", _RANK, "Step at which a rank's bits were found to differ from the others'."),
+    ("outlast_processes_replaced_total", "counter", _MEMBER, "Times that processes were replaced that could have stayed."),
     ("outlast_data_stall_seconds_total", "counter", _RANK, "Time that steps have spent waiting for data."),
     ("outlast_checkpoint_stall_seconds", "summary", _RANK, "Time that training was stalled by a save."),
     ("outlast_checkpoint_save_seconds", "summary", _RANK, "Time from the start of a save to its commit; on rank 0."),

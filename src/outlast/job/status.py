@@ -10,6 +10,7 @@ from typing import Annotated
 
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field
 
+from outlast.base import units
 from outlast.job.contract import End
 from outlast.job.failure import Failure
 
@@ -93,11 +94,15 @@ class WorkerStatus(_Model):
     differs: str = ""
     """A sentence about a rank whose copy of the common state differs from the other ranks' copies. It is also in the job's
     `warnings`."""
+    replaced: int = 0
+    """Number of times that the worker has started new processes, although its old ones could have stayed (`session.run`)."""
 
     @property
     def suspicions(self) -> list[str]:
-        """Sentences about ranks that are slow or that differ."""
-        return [sentence for sentence in (self.slow, self.differs) if sentence]
+        """Sentences about ranks that are slow or that differ, and about processes that could have stayed."""
+        times = units.count(self.replaced, "time")
+        replaced = f"worker {self.index} has replaced its processes {times}, although they could have stayed; its log says why"
+        return [sentence for sentence in (self.slow, self.differs, replaced if self.replaced else "") if sentence]
 
 
 class BestStatus(_Model):

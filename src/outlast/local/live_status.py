@@ -215,4 +215,5 @@ class LiveStatus:
             reason=f"stands still: {report['still']}" if report.get("still") else "",
             slow=slow_ranks.sentence(slow[1], slow[0], where) if slow[0] else "",
             differs=differing_ranks.notice(differs[1], differs[0], where) if differs[0] else "",
+            replaced=report.get("replaced", 0),
         )

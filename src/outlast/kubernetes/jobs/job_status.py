@@ -288,6 +288,7 @@ def _worker(pod: Document, reported: Metrics | None, documents: Sequence[Documen
         reason=reason,
         slow=slow_ranks.sentence(slowest, slow, where) if slow else "",
         differs=differing_ranks.notice(odd, round(step), where) if step else "",
+        replaced=round(told.get("processes_replaced_total", 0)),
     )
 
 

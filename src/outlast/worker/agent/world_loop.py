@@ -89,6 +89,8 @@ class WorldLoop:
         self._waiting: rank_processes.RankProcesses | None = None
         """The processes that wait for the next world."""
         self._verdicts: dict[int, rank_failures.Verdict] = {}
+        self.replaced = 0
+        """Number of times that new processes had to start, although the old ones could have stayed."""
 
     def condemn(self, process: Process, reason: str) -> None:
         """Record why a process is about to be killed. Called by the agent's main thread."""
@@ -219,12 +221,14 @@ class WorldLoop:
         silent worker."""
         member, mesh = self._member, self._member.mesh
         silent = mesh is not None and not {*mesh.unheard} <= {*mesh.refused}
-        able = member.closed is None and not member.leaving() and not silent and self._start.all_of(rank_failures.stays)
-        until = time.monotonic() + STAY_S if able else 0.0
+        able = member.closed is None and not member.leaving() and self._start.all_of(rank_failures.stays)
+        until = time.monotonic() + STAY_S if able and not silent else 0.0
         while not (wait := self._start.all_of(rank_failures.waits)) and not ranks.over() and time.monotonic() < until:
             ranks.wait(MONITOR_INTERVAL_S)
         if able and not wait and not ranks.over():
-            print(f"outlast | new processes start: the old ones have not left their world within {STAY_S:g} s", flush=True)
+            self.replaced += 1
+            why = "another worker is silent" if silent else f"the old ones have not left their world within {STAY_S:g} s"
+            print(f"outlast | new processes start: {why}", flush=True)
         return wait
 
     def _failure(self, ended: rank_failures.Ended, *, oom: bool = False) -> dict[str, Any]:
