@@ -182,7 +182,8 @@ class Struck:
         agents, pids = self.victims(kind, status)
         records = self.records(status)
         held = max(((each.generation, each.attempt, each.snapshot) for each in records if each.snapshot), default=self.held)
-        if held[2] > self.held[2]:  # else a new world has restored it, and made no replicas yet
+        # a new world that has restored it has no replicas yet, and a killed process may have written once more after we read
+        if held[2] > self.held[2] and (held[:2] > self.held[:2] or not self.lost):
             self.held, self.lost = held, set()
         self.lost |= agents
         survives = min(self.replicas, len(status.workers) - 1)
