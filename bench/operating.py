@@ -356,8 +356,8 @@ def settle(process: subprocess.Popen[str]) -> None:
 def operate(namespace: str) -> None:
     import logging
 
-    from outlast.kubernetes.operator import reconciler_by_kind
     from outlast.kubernetes.operator.leader import Leadership
+    from outlast.kubernetes.operator.main import reconcilers
     from outlast.kubernetes.operator.observed_job import Limits
     from outlast.kubernetes.operator.operator import Operator
     from outlast.kubernetes.operator.watches import Settings
@@ -366,7 +366,7 @@ def operate(namespace: str) -> None:
     cluster = api.connect()
     made = Operator(
         cluster,
-        reconciler_by_kind.reconcilers(Limits()),
+        reconcilers(Limits()),
         Leadership(cluster, "bench", namespace),
         Settings(namespace=namespace, host="127.0.0.1", workers=THREADS),
     )

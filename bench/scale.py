@@ -36,11 +36,10 @@ from outlast.job import contract
 from outlast.kubernetes import api, board
 from outlast.kubernetes.api import kinds, pod_status, watch
 from outlast.kubernetes.api.kinds import Kind
-from outlast.kubernetes.operator import reconciler_by_kind
 from outlast.kubernetes.operator.cluster_cache import Cache, Key, trimmed
 from outlast.kubernetes.operator.kueue_workloads import ClusterFeatures
 from outlast.kubernetes.operator.leader import Leadership
-from outlast.kubernetes.operator.main import GC_THRESHOLD
+from outlast.kubernetes.operator.main import GC_THRESHOLD, reconcilers
 from outlast.kubernetes.operator.observed_job import RECEIVED_AT, Limits
 from outlast.kubernetes.operator.operator import Operator
 from outlast.kubernetes.operator.watches import Settings
@@ -98,7 +97,7 @@ def looks() -> Iterator[tuple[int, float]]:
             known.put(kind, trimmed(kind, document | ({RECEIVED_AT: now} if kind == kinds.LEASE else {})))
         for kind in known._required:
             known.set_version(kind, str(next(versions)), now - 600)
-        decide, key = reconciler_by_kind.reconcilers(Limits())[kinds.ELASTIC_JOB], Key(kinds.ELASTIC_JOB, "team", "train")
+        decide, key = reconcilers(Limits())[kinds.ELASTIC_JOB], Key(kinds.ELASTIC_JOB, "team", "train")
         took = []
         for _ in range(5):
             begun = time.process_time()
@@ -262,7 +261,7 @@ def trains(jobs: int, workers: int, seconds: float, *, watched: bool) -> list[st
     before = process.memory_info().rss
     operator = Operator(
         cluster,  # type: ignore[arg-type]
-        reconciler_by_kind.reconcilers(Limits()),
+        reconcilers(Limits()),
         Leadership(cluster, "bench", "default"),  # type: ignore[arg-type]
         Settings(host="127.0.0.1"),
     )

@@ -46,7 +46,7 @@ def test_a_command_and_the_list_of_checkpoints_load_what_they_need_and_no_torch(
 
 
 def test_the_operator_needs_no_torch_no_store_and_nobody_to_talk_to() -> None:
-    [found] = loaded("import outlast.kubernetes.operator.main, outlast.kubernetes.operator.reconciler_by_kind")
+    [found] = loaded("import outlast.kubernetes.operator.main")
     assert not found & (TORCH | PEOPLE | STORES)
 
 

@@ -13,7 +13,7 @@ import pytest
 from large_jobs import NOW, documents
 from outlast.job.contract import Annotation
 from outlast.kubernetes.api.kinds import ELASTIC_JOB
-from outlast.kubernetes.operator import observed_job, reconciler_by_kind
+from outlast.kubernetes.operator import main, observed_job
 from outlast.kubernetes.operator.cluster_cache import CachedJob
 from outlast.kubernetes.operator.decide import decide
 from outlast.kubernetes.operator.kueue_workloads import ClusterFeatures
@@ -160,7 +160,7 @@ def test_how_often_steps_are_told_depends_on_how_many_hear_it(jobs: int, workers
 
     def look(now: float) -> Plan:
         cached = CachedJob(job, pods, leases, nodes, NOW - 1000, job_count=jobs)
-        return reconciler_by_kind.reconcilers(Limits())[ELASTIC_JOB](cached, now, ClusterFeatures())
+        return main.reconcilers(Limits())[ELASTIC_JOB](cached, now, ClusterFeatures())
 
     job["status"] = look(NOW).status
     assert look(NOW + 1) == Plan(requeue_at=NOW + pause_s)

@@ -12,7 +12,7 @@ import outlast
 REST = """
 import importlib, pkgutil, outlast
 from outlast.kubernetes.manifests.installed import operator_deployment
-from outlast.kubernetes.operator import reconciler_by_kind
+from outlast.kubernetes.operator import main
 from outlast.kubernetes.operator.observed_job import Limits
 
 for name in ("cli", "kubernetes"):
@@ -21,7 +21,7 @@ for name in ("cli", "kubernetes"):
         importlib.import_module(module.name)
 print(outlast.__file__)
 print(*[document["spec"]["group"] for document in operator_deployment.files()["crd.yaml"]])
-print(*[kind.group for kind in reconciler_by_kind.reconcilers(Limits())])
+print(*[kind.group for kind in main.reconcilers(Limits())])
 """
 
 

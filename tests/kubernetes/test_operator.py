@@ -38,7 +38,7 @@ from outlast.job.report.incidents import CAUSES
 from outlast.kubernetes import api as kube
 from outlast.kubernetes.api import kinds
 from outlast.kubernetes.api.kinds import ELASTIC_JOB, LEASE, NODE, POD
-from outlast.kubernetes.operator import cluster_cache, main, operator, prometheus, reconciler_by_kind
+from outlast.kubernetes.operator import cluster_cache, main, operator, prometheus
 from outlast.kubernetes.operator.cluster_cache import Cache, CachedJob, Key
 from outlast.kubernetes.operator.kueue_workloads import ClusterFeatures
 from outlast.kubernetes.operator.leader import Leadership, LeaseObservation, next_action
@@ -676,7 +676,7 @@ def test_operators_that_are_stopped_anywhere_and_started_again_make_no_second_po
 
 
 def test_a_kueue_that_was_installed_a_moment_ago_is_found_by_the_first_job_that_names_a_queue(world: World) -> None:
-    world.start(reconcilers=reconciler_by_kind.reconcilers(Limits()))  # looks around once a minute
+    world.start(reconcilers=main.reconcilers(Limits()))  # looks around once a minute
     world.api.until(lambda: any("scheduling.x-k8s.io" in asked for asked in world.api.asked))
     world.api.unserved = ()
     world.submit("train", scheduling={"queue": "q"})
@@ -686,7 +686,7 @@ def test_a_kueue_that_was_installed_a_moment_ago_is_found_by_the_first_job_that_
 
 def test_a_kueue_that_is_installed_later_is_found_asked_and_obeyed(world: World) -> None:
     api = world.api
-    world.start(reconcilers=reconciler_by_kind.reconcilers(Limits()), discovery_s=0.05)
+    world.start(reconcilers=main.reconcilers(Limits()), discovery_s=0.05)
     scheduling = {"queue": "research", "priorityClassName": "high"}
     world.submit("train", workers={"replicas": 2, "min": 2}, scheduling=scheduling)
     world.settled(["train"])
@@ -849,7 +849,7 @@ NO_SERVICE = 'services "a-rdzv" is forbidden: exceeded quota: q, requested: serv
 def test_what_is_refused_is_said_once_by_its_job_and_made_later(world: World, refused: str, answer: Any, writes: int) -> None:
     world.api.prescribe(f"^POST .*/{refused}", *[answer] * 1000)
     world.submit()
-    operator = world.start(reconcilers=reconciler_by_kind.reconcilers(Limits()))
+    operator = world.start(reconcilers=main.reconcilers(Limits()))
     world.api.until(lambda: "exceeded quota: q" in world.status("a").get("reason", ""))
     before, looks = world.status("a"), operators.looks(operator)
     world.api.until(lambda: operators.looks(operator) >= looks + 3)
@@ -871,7 +871,7 @@ def test_pods_get_the_agent_from_the_image_that_the_operator_runs_in(world: Worl
     world.api.prescribe("^GET .*/pods/me", *[apiserver.status(500, "InternalError", "a bad moment")] * 6)
     environ = {contract.Env.POD: "me", contract.Env.NAMESPACE: "default"}
     image = functools.cache(functools.partial(main.own_image, world.connect(), environ))
-    world.start(reconcilers=reconciler_by_kind.reconcilers(Limits(), image))
+    world.start(reconcilers=main.reconcilers(Limits(), image))
     world.api.until(lambda: "a-worker-0" in world.pods())
     with world.api.lock:
         (init,) = world.api.documents["pods", "default", "a-worker-0"]["spec"]["initContainers"]
@@ -884,7 +884,7 @@ def test_a_pod_that_is_not_of_the_job_is_named_in_its_status_and_not_counted(wor
     meta = {"name": "a-worker-0", "namespace": "default", "labels": labels}  # with ours, a job that was deleted left it an orphan
     world.api.put(POD.document(meta, spec={"containers": []}))
     world.submit()
-    world.start(reconcilers=reconciler_by_kind.reconcilers(Limits()))
+    world.start(reconcilers=main.reconcilers(Limits()))
     world.api.until(lambda: "Pod a-worker-0 exists and does not belong to this job" in world.status("a").get("reason", ""))
     assert (world.status("a")["state"], world.status("a")["replicas"]) == ("Pending", 1)
     world.settled(["a"])
@@ -983,9 +983,9 @@ def test_only_pods_of_ours_that_go_on_a_lost_node_are_deleted_when_their_job_is_
 
     nodes = {"n1": SILENT, "n2": {"status": {"conditions": []}}}
     looked = CachedJob(None, [a_pod("a"), a_pod("b", "Job"), a_pod("c", going=False), a_pod("d", node="n2")], [], nodes, NOW)
-    plan = reconciler_by_kind.orphans(Limits(), looked, NOW + 31)
+    plan = main.orphans(Limits(), looked, NOW + 31)
     assert [(each.name, each.uid, each.grace_s) for each in plan.deletes] == [("a", "uid-a", 0)]
-    early = reconciler_by_kind.orphans(Limits(), looked, NOW + 10)
+    early = main.orphans(Limits(), looked, NOW + 10)
     assert (early.deletes, early.requeue_at) == ((), NOW + 30)
 
 

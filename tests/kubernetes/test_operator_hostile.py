@@ -18,7 +18,7 @@ from outlast.job import contract
 from outlast.kubernetes import api
 from outlast.kubernetes.api.kinds import ELASTIC_JOB, LEGACY_JOB, Kind
 from outlast.kubernetes.jobs.backend import KubernetesBackend
-from outlast.kubernetes.operator import observed_job, reconciler_by_kind
+from outlast.kubernetes.operator import main, observed_job
 from outlast.kubernetes.operator.cluster_cache import CachedJob
 from outlast.kubernetes.operator.decide import decide
 from outlast.kubernetes.operator.observed_job import Limits
@@ -53,7 +53,7 @@ def test_a_job_that_cannot_be_read_fails_and_the_others_go_on(world: World, kind
     sentence = SENTENCES[template]
     world.api.unserved = ("kueue.x-k8s.io", "scheduling.x-k8s.io", "scheduling.volcano.sh")
     world.api.put(a_job("bad", kind, template))
-    operator = world.start(reconcilers=reconciler_by_kind.reconcilers(Limits()))
+    operator = world.start(reconcilers=main.reconcilers(Limits()))
     world.api.put(a_job("good", kind))
     world.api.until(lambda: world.pods() == ["good-worker-0", "good-worker-1"])
     world.api.put(a_job("worse", kind, template))  # the watch brings this one
@@ -91,7 +91,7 @@ def test_a_job_that_cannot_be_read_is_listed_among_the_others(world: World, kind
 
 def test_a_job_that_becomes_unreadable_while_it_trains_keeps_its_pods(world: World) -> None:
     world.api.put(a_job("train"))
-    world.start(reconcilers=reconciler_by_kind.reconcilers(Limits()))
+    world.start(reconcilers=main.reconcilers(Limits()))
     world.api.until(lambda: len(world.pods()) == 2 and world.status("train").get("replicas") == 2)
     with world.api.lock:
         old = world.api.documents[ELASTIC_JOB.resource, "default", "train"]

@@ -10,7 +10,7 @@ from typing import Any
 
 from operators import World
 from outlast.kubernetes.api.kinds import ELASTIC_JOB, KINDS, LEGACY_JOB
-from outlast.kubernetes.operator import reconciler_by_kind
+from outlast.kubernetes.operator import main
 from outlast.kubernetes.operator.observed_job import Limits
 from rights import RULES, Right, may, needed, rights
 
@@ -78,7 +78,7 @@ def test_the_roles_allow_nothing_that_the_operator_does_not_do(world: World) -> 
     meta = {"name": "own-volcano-worker-0", "namespace": "default", "ownerReferences": [owner]}
     api.put({"apiVersion": "v1", "kind": "Pod", "metadata": meta, "spec": {}})  # another controller made it, without our label
 
-    world.start(reconcilers=reconciler_by_kind.reconcilers(Limits()), every_s=0.5)
+    world.start(reconcilers=main.reconcilers(Limits()), every_s=0.5)
     api.until(lambda: has("PATCH .*/pods/own-volcano-worker-0") and workloads("waits") and workloads("evicted"))
     own = {f"own-{gang}-worker-{n}" for gang in ("volcano", "coscheduling") for n in (0, 1)}
     api.until(lambda: own <= set(world.pods()))  # what is made for them is there, so that a change patches it

@@ -17,7 +17,7 @@ from elastic_jobs import START, WORKSHOP, a_job, text
 from operators import World
 from outlast.job.spec import job_file as job_files
 from outlast.kubernetes.api import kinds, owner_references, pod_status
-from outlast.kubernetes.operator import reconciler_by_kind
+from outlast.kubernetes.operator import main
 from outlast.kubernetes.operator.cluster_cache import CachedJob
 from outlast.kubernetes.operator.kueue_workloads import ClusterFeatures
 from outlast.kubernetes.operator.observed_job import NNODES, Limits
@@ -762,7 +762,7 @@ def test_running_pods_of_the_archived_controller_are_adopted_and_then_nothing_is
         labels = {key: value for key, value in pod["metadata"]["labels"].items() if not key.startswith("outlast.dev/")}
         pod["metadata"] |= {"labels": labels, "annotations": {}}
         world.api.put({**pod, "status": {"phase": "Running"}})
-    world.start(reconcilers=reconciler_by_kind.reconcilers(Limits()))
+    world.start(reconcilers=main.reconcilers(Limits()))
 
     world.api.until(
         lambda: (world.status("cifar", kinds.LEGACY_JOB).get("replicaStatuses") or {}).get("Worker", {}).get("active") == 2

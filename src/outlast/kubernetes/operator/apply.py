@@ -16,7 +16,7 @@ from typing import Any
 from outlast.base.errors import Absent, ClusterError, Conflict, Forbidden, Refused, Taken
 from outlast.job.contract import OPERATOR, Label
 from outlast.kubernetes.api import owner_references, pod_status
-from outlast.kubernetes.api.kinds import EVENT, ROLE, ROLE_BINDING, kind_of
+from outlast.kubernetes.api.kinds import EVENT, POD, ROLE, ROLE_BINDING, kind_of
 from outlast.kubernetes.operator.plan import Deletion, Document, Event, Plan
 from outlast.kubernetes.operator.writer import Parallel, Writer
 
@@ -137,21 +137,15 @@ class _Execution:
                 return ""
         except (Forbidden, Refused) as error:  # the API server checks quotas before names
             refused = error
-        kind, meta = kind_of(document), document["metadata"]
-        try:
-            existing = self.cluster.get(kind, meta["name"], namespace=meta.get("namespace"))
-        except Absent:
+        if (existing := self._existing(document)) is None:
             if refused is not None:
-                raise refused from None
-            return f"{kind} {meta['name']} existed and is just gone"
+                raise refused
+            return f"{_name(document)} existed and is just gone"
         return self._check_owner(document, existing) or ""
 
     def _apply(self, document: Document) -> str:
-        kind, meta = kind_of(document), document["metadata"]
-        try:
-            existing = self.cluster.get(kind, meta["name"], namespace=meta.get("namespace"))
-        except Absent:
-            return "" if _create(self.cluster, document) else f"{kind} {meta['name']} was just created; it is checked again"
+        if (existing := self._existing(document)) is None:
+            return "" if _create(self.cluster, document) else f"{_name(document)} was just created; it is checked again"
         if (conflict := self._check_owner(document, existing)) is not None:
             return conflict
         self.cluster.apply(document)
@@ -161,7 +155,7 @@ class _Execution:
         """Return None if the existing object belongs to this job, and a sentence if it belongs to an earlier job of this name and
         must be garbage-collected first. For a foreign object, record a warning and return an empty string. Raises Refused for a
         foreign Role or RoleBinding, because pods must not get rights that somebody else granted."""
-        name = f"{kind_of(document)} {document['metadata']['name']}"
+        name = _name(document)
         if not document["metadata"].get("ownerReferences"):
             return ""
         if owner_references.owned_by(existing, self.job):
@@ -174,16 +168,20 @@ class _Execution:
         self._conflicts.append(f"{name} exists and does not belong to this job, and stays as it is; {remedy}")
         return ""
 
+    def _existing(self, document: Document) -> Document | None:
+        meta = document["metadata"]
+        try:
+            return self.cluster.get(kind_of(document), meta["name"], namespace=meta.get("namespace"))
+        except Absent:
+            return None
+
     def _create_pod(self, pod: Document) -> _Obstacle | None:
         """Create a pod, or return the obstacle. If the job's pod exists but lacks the label that the watch selects, add the
         label."""
         if _create(self.cluster, pod):
             return None
-        kind, meta = kind_of(pod), pod["metadata"]
-        name = f"{kind} {meta['name']}"
-        try:
-            document = self.cluster.get(kind, meta["name"], namespace=meta.get("namespace"))
-        except Absent:
+        name, meta = _name(pod), pod["metadata"]
+        if (document := self._existing(pod)) is None:
             return _Obstacle(f"{name} existed and is just gone; it is created in a moment")
         existing = document["metadata"]
         if owner_references.owned_by(document, self.job):
@@ -191,7 +189,7 @@ class _Execution:
                 return _Obstacle(f"{name} is still terminating; it is created again when it is gone")
             if (existing.get("labels") or {}).get(Label.JOB) != meta["labels"].get(Label.JOB):
                 log.info("%s of this job lacked the label that the watch selects; it has it now", name)
-                self.cluster.patch(kind, meta["name"], {"metadata": {"labels": meta["labels"]}}, namespace=meta.get("namespace"))
+                self.cluster.patch(POD, meta["name"], {"metadata": {"labels": meta["labels"]}}, namespace=meta.get("namespace"))
             return None
         if existing.get("deletionTimestamp"):
             return _Obstacle(f"{name} of another job is still terminating; this one is created when it is gone")
@@ -212,6 +210,10 @@ def _with_status(job: Mapping[str, Any], status: Mapping[str, Any]) -> Document:
     The resource version makes the write conditional."""
     meta = {name: job["metadata"][name] for name in ("name", "namespace", "uid", "resourceVersion") if name in job["metadata"]}
     return kind_of(job).document(meta, spec=job.get("spec", {}), status=dict(status))
+
+
+def _name(document: Mapping[str, Any]) -> str:
+    return f"{kind_of(document)} {document['metadata']['name']}"
 
 
 def _create(cluster: Writer, document: Document) -> bool:

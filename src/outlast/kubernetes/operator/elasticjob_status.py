@@ -324,10 +324,10 @@ def write(
         "judged": _counted_document(status),
         "failures": [_failure_document(counted) for counted in status.counted_failures],
         "accounting": _accounting_document(progress),
-        "ledger": list(status.ledger) or None,
+        "ledger": status.ledger or None,
         "queue": status.queue or None,
         "gang": status.gang or None,
-        "conditions": list(status.conditions),
+        "conditions": status.conditions,
     }
     return dict(_without_none(fields))
 
@@ -364,7 +364,7 @@ def _counted_document(status: Status) -> Document:
     return {
         "generation": status.counted[0],
         "attempt": status.counted[1] or None,
-        "pods": list(status.handled_pods),
+        "pods": status.handled_pods,
         "restarted": dict(status.restarted) or None,
         "silent": silent or None,
         "lost": [{**dataclasses.asdict(each), "at": _ms(each.at)} for each in status.lost] or None,
@@ -382,14 +382,10 @@ def _rendezvous_document(status: Status, grace_s: float) -> Document:
     called = None
     if call is not None:
         times = {"at": _ms(call.at), "deadline": _ms(call.at + grace_s)}
-        called = {**dataclasses.asdict(call), "leaving": list(call.leaving), "lost": list(call.lost) or None, **times}
-    published = None
-    if world is not None:
-        lists = {"members": list(world.members), "mesh_addresses": list(world.mesh_addresses)}
-        published = {**dataclasses.asdict(world), **lists, "at": _ms(world.at)}
+        called = {**dataclasses.asdict(call), "lost": call.lost or None, **times}
     return {
         "run": status.run,
-        "world": published,
+        "world": {**dataclasses.asdict(world), "at": _ms(world.at)} if world is not None else None,
         "called": called,
         "closed": dataclasses.asdict(status.result) if status.result else None,
         "formed": status.has_formed_world or None,
@@ -405,7 +401,7 @@ def _ms(when: float | None) -> float | None:
 
 
 def _without_none(value: Any) -> Any:
-    """Drop entries that are None, at any depth: API servers drop them, and a status must be read back as it was written."""
+    """Drop entries that are None and make lists of tuples at any depth, as API servers do: a status is read as it was written."""
     if isinstance(value, Mapping):
         return {key: _without_none(each) for key, each in value.items() if each is not None}
     return [_without_none(each) for each in value] if isinstance(value, list | tuple) else value

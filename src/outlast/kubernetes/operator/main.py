@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import gc
 import logging
@@ -21,13 +22,18 @@ from outlast.base.loglines import write_log
 from outlast.job import contract
 from outlast.job.contract import Env, Pod
 from outlast.kubernetes import api
-from outlast.kubernetes.api import kinds
+from outlast.kubernetes.api import dropins, kinds
+from outlast.kubernetes.api.kinds import ELASTIC_JOB, Kind
 from outlast.kubernetes.manifests.installed import operator_deployment
 from outlast.kubernetes.manifests.render_request import OPERATOR_IMAGE
-from outlast.kubernetes.operator import reconciler_by_kind
+from outlast.kubernetes.operator import decide, observed_job
+from outlast.kubernetes.operator.cluster_cache import CachedJob
+from outlast.kubernetes.operator.kueue_workloads import ClusterFeatures
 from outlast.kubernetes.operator.leader import Leadership
 from outlast.kubernetes.operator.observed_job import Limits
-from outlast.kubernetes.operator.operator import Operator
+from outlast.kubernetes.operator.operator import Operator, Reconciler
+from outlast.kubernetes.operator.plan import Plan
+from outlast.kubernetes.operator.rules import job_end
 from outlast.kubernetes.operator.watches import Settings
 
 log = logging.getLogger(__name__)
@@ -37,6 +43,8 @@ GC_THRESHOLD = 100_000
 of 700, collections take a third of the time and free nothing."""
 MIN_LOST_S = 5.0
 """Lower bound for --lost-after."""
+WRITES_PER_S = 100
+"""Maximum number of status writes per second for progress, across all jobs."""
 
 
 def identity(env: Mapping[str, str]) -> str:
@@ -90,6 +98,28 @@ def own_image(cluster: api.Cluster, env: Mapping[str, str]) -> str:
     return str(next(each["image"] for each in pod["spec"]["containers"] if each["name"] == operator_deployment.CONTAINER))
 
 
+def orphans(limits: Limits, cached: CachedJob, now: float) -> Plan:
+    """Return the plan for the remaining pods of an ElasticJob that no longer exists."""
+
+    def operated(pod: observed_job.Pod) -> bool:  # pods of Jobs and StatefulSets have their job's label too
+        return any(owner["kind"] == ELASTIC_JOB.kind for owner in pod.document["metadata"].get("ownerReferences") or ())
+
+    return job_end.orphans(filter(operated, observed_job.pods_of(cached)), now, cached.observed_since, limits)
+
+
+def reconcilers(limits: Limits, agent_image: Callable[[], str] | None = None) -> dict[Kind, Reconciler]:
+    """Return the reconciler for each kind. Reconcile passes fail while `agent_image` raises ClusterError."""
+
+    def elastic_jobs(cached: CachedJob, now: float, features: ClusterFeatures) -> Plan:
+        image = agent_image() if agent_image else limits.agent_image
+        progress_s = max(limits.progress_s, cached.job_count / WRITES_PER_S)
+        own = dataclasses.replace(limits, agent_image=image, progress_s=progress_s)
+        return decide.decide(observed_job.take_snapshot(cached, now, features, own))
+
+    dropin_reconcilers = {each.kind: functools.partial(each.functions.reconcile, limits) for each in dropins.DROP_INS}
+    return {ELASTIC_JOB: elastic_jobs, **dropin_reconcilers}
+
+
 def main(limits: Limits, *, namespace: str | None, workers: int, text: bool, context: str | None) -> NoReturn:
     """Run the operator until SIGTERM or SIGINT, then exit the process. Raises OutlastError if the operator cannot start."""
     write_log(text=text)
@@ -101,11 +131,9 @@ def main(limits: Limits, *, namespace: str | None, workers: int, text: bool, con
         signal.signal(number, lambda *_: stop.set())
     operator_namespace = os.environ.get(Env.NAMESPACE) or contract.OPERATOR_NAMESPACE
     leadership = Leadership(cluster, identity(os.environ), operator_namespace)
-    orphans = functools.partial(reconciler_by_kind.orphans, limits)
-    agent_image = functools.cache(functools.partial(own_image, cluster, os.environ))
-    operator = Operator(
-        cluster, reconciler_by_kind.reconcilers(limits, agent_image), leadership, settings, orphans=orphans, clock=clock(cluster)
-    )
+    by_kind = reconcilers(limits, functools.cache(functools.partial(own_image, cluster, os.environ)))
+    left_over = functools.partial(orphans, limits)
+    operator = Operator(cluster, by_kind, leadership, settings, orphans=left_over, clock=clock(cluster))
     code = operator.run(stop)
     cluster.close()
     logging.shutdown()

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from outlast.base.backoff import RANDOM
 from outlast.base.clock import Clock
@@ -111,32 +112,28 @@ class EtcdMember:
     def _renew(self) -> bool:
         """Write our key if the report has changed, and renew its lease if due. Returns False if the caller must retry."""
         assert self._lease is not None
-        record, key = self.record(), self._keys.member(self.id)
+        record = self.record()
         same = record.report == self._written
         if same or self._clock() - self._renewed_at >= self._ttl / 3:
             self._store.keep(self._lease)
             self._renewed_at = self._clock()
         if same:
             return True
-        outcome = self._store.txn([modified(key, self._modified)], [put(key, record.dumps(), self._lease)], [range_(key)])
-        if outcome.succeeded:
-            self._modified, self._written = outcome.revision, record.report
-            return True
-        self._modified, self._written = 0, None
-        for current in outcome.kvs:
-            self._reconcile_key(current)
-        return False
+        return self._write(record, [modified(self._keys.member(self.id), self._modified)])
 
     def _register(self) -> bool:
         if self.id < 0:
             self._choose_index()
-        assert self._lease is not None
-        record, key = self.record(), self._keys.member(self.id)
         replace_key = self._who.id is not None and not self._registered  # an earlier process with this index has left its key
-        written = put(key, record.dumps(), self._lease)
-        outcome = self._store.txn([] if replace_key else [created(key, 0)], [written], [range_(key)])
+        return self._write(self.record(), [] if replace_key else [created(self._keys.member(self.id), 0)])
+
+    def _write(self, record: key_schema.Record, conditions: list[Mapping[str, Any]]) -> bool:
+        """Write our key if the conditions hold; otherwise look at what it holds. Returns whether it was written."""
+        assert self._lease is not None
+        key = self._keys.member(self.id)
+        outcome = self._store.txn(conditions, [put(key, record.dumps(), self._lease)], [range_(key)])
+        self._modified, self._written = (outcome.revision, record.report) if outcome.succeeded else (0, None)
         if outcome.succeeded:
-            self._modified, self._written = outcome.revision, record.report
             self._registered = self._registered or outcome.revision
         for current in outcome.kvs:
             self._reconcile_key(current)

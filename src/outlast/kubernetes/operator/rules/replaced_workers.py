@@ -13,7 +13,6 @@ from outlast.kubernetes.api import owner_references, pod_status
 from outlast.kubernetes.operator import desired, reconcile_pass
 from outlast.kubernetes.operator.elasticjob_status import Silent
 from outlast.kubernetes.operator.observed_job import Pod
-from outlast.kubernetes.operator.plan import Event
 from outlast.kubernetes.operator.reconcile_pass import ReconcilePass
 from outlast.kubernetes.operator.rules import coordination, counted_failures
 from outlast.kubernetes.operator.rules.waiting_in_queue import RECHECK_S as QUEUE_RECHECK_S
@@ -54,9 +53,8 @@ def ended_workers(rec: ReconcilePass) -> None:
                 rec.handled_uids[pod.uid] = None
             else:
                 if rec.desired:
-                    rec.update(interruptions=rec.status.interruptions + 1)
                     sentence = f"worker {pod.index} {end.sentence}; it is created again"
-                    rec.events.append(Event("Normal", "WorkerInterrupted", sentence))
+                    counted_failures.record_interruption(rec, pod, "WorkerInterrupted", sentence)
                     if (generation := rec.generation_of(pod)) and rec.status.called is None:
                         fields = {"generation": generation, "worker": pod.index, "code": end.code}
                         rec.record("failure", **fields, reason=f"worker {pod.index} {end.sentence}", counted=False)
