@@ -71,8 +71,7 @@ def test_a_world_gives_the_environment_no_new_name_while_other_threads_read_it(
     assert [os.environ[name] for name in member.numbers] == ["7", "0", "3"]
 
 
-def test_a_process_that_was_stopped_on_its_way_out_is_a_cause_and_no_echo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("OUTLAST_WORKER", "0")
+def test_a_process_that_was_stopped_on_its_way_out_is_a_cause_and_no_echo(tmp_path: Path) -> None:
     said = {"rank": 1, "type": "ValueError", "message": "raised ValueError: a bug", "traceback": "", "time": 1.0, "code": 1}
     (tmp_path / contract.ERROR.format(local_rank=1)).write_text(json.dumps(said))
 

@@ -16,7 +16,7 @@ from typing import Any, cast
 
 import pytest
 
-from clocks import DISTURBANCES, Machine
+from clocks import Machine
 from outlast.job import contract
 from outlast.job.workerfiles import guessed_progress
 from outlast.job.workerfiles import progress_file as progress
@@ -40,6 +40,11 @@ def bystander() -> Iterator[subprocess.Popen[bytes]]:
     yield process
     process.kill()
     process.wait()
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Start:
+    return Start(0, tmp_path, 1, generation=1, attempt=0)
 
 
 def a_record(pid: int, *, started: int | None = None, step: int = 7, time: float = 0.0) -> Progress:
@@ -88,23 +93,6 @@ def test_the_time_of_steps_excludes_the_first_of_a_process_and_stalls_for_saves(
     writer.close()
 
 
-@pytest.mark.parametrize("disturbance", DISTURBANCES)
-def test_no_clock_that_is_set_and_no_pause_makes_a_process_hang(tmp_path: Path, bystander, disturbance: str) -> None:
-    machine = Machine()
-    ranks = Ranks(tmp_path, 1, machine.awake())
-    monotonic, wall = DISTURBANCES[disturbance]
-    for step in range(3):
-        written(tmp_path, a_record(bystander.pid, step=step, time=machine.wall))
-        assert ranks.look()[0].silent_s == 0.0
-        machine.goes_on(0.5)
-        machine.goes_on(monotonic, wall=wall)
-        assert hang_limit.hung(ranks.look(), LIMIT_S) == []
-    for _ in range(800):  # the same process, but now it does hang
-        machine.goes_on(1.0)
-        found = ranks.look()
-    assert hang_limit.hung(found, LIMIT_S) != []
-
-
 def test_where_no_record_can_be_written_that_of_an_earlier_process_is_gone(tmp_path: Path) -> None:
     """Otherwise its step, its attempt and its rank would be believed."""
     progress.Writer(tmp_path, 0).write(Progress(generation=1, rank=1, phase="train", step=9, committed=9))
@@ -121,9 +109,8 @@ def test_where_no_record_can_be_written_that_of_an_earlier_process_is_gone(tmp_p
     assert (record.generation, record.phase) == (2, "train")
 
 
-def test_records_that_are_not_of_this_start_tell_the_coordinator_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_records_that_are_not_of_this_start_tell_the_coordinator_nothing(tmp_path: Path) -> None:
     """A disk that can only be read keeps them."""
-    monkeypatch.setenv(contract.Env.WORKER, "0")
     member = Membership(cast(Any, None), run_id="r", state=tmp_path, host="127.0.0.1", processes=1)
     member.world = World(2, (1, 0), "", "")
     old = Progress(generation=1, rank=0, phase="train", step=9, committed=5, snapshot=9)
@@ -212,17 +199,6 @@ def test_what_a_plain_script_writes_is_a_sign_of_life(tmp_path: Path) -> None:
         assert process.silent_s == silent_s
 
 
-def test_a_plain_script_that_hangs_stands_at_the_step_it_has_told_or_at_0_soon_after_its_start(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setenv(contract.Env.WORKER, "0")
-    start = Start(0, tmp_path, 1, generation=1, attempt=0)
-    for step, early, found in [(0, True, (True, 0)), (0, False, (False, None)), (7, True, (True, 7)), (7, False, (True, 7))]:
-        written(tmp_path, dataclasses.replace(a_record(1, started=1), phase="started", step=step))
-        said = start.failure(Ended(0, 0, -9, 0.0), Verdict("hung: no progress for 750 s", stuck=True, early=early))
-        assert (said["hung"], said["step"]) == found
-
-
 def test_whoever_got_the_number_of_a_dead_process_is_neither_watched_nor_killed(tmp_path: Path, bystander) -> None:
     ranks = Ranks(tmp_path, 1, Machine().awake())
     dead = a_record(bystander.pid, started=progress.kernel(bystander.pid)[1] - 1)
@@ -256,16 +232,18 @@ def test_what_an_earlier_container_left_is_forgotten(tmp_path: Path, bystander) 
 
 
 @pytest.mark.parametrize(
-    ("phase", "hung"), [("open", False), ("restore", False), ("first step", True), ("train", True), ("save", False)]
+    ("phase", "step", "early", "said"),
+    [(phase, 7, False, (phase in ("first step", "train"), 7)) for phase in ("open", "restore", "first step", "train", "save")]
+    + [("started", 0, early, (True, 0) if early else (False, None)) for early in (True, False)]  # a plain script
+    + [("started", 7, early, (True, 7)) for early in (True, False)],
 )
 def test_a_hang_says_something_of_a_step_only_where_there_is_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, phase: str, hung: bool
-):
-    monkeypatch.setenv(contract.Env.WORKER, "0")
-    written(tmp_path, dataclasses.replace(a_record(1, started=1), phase=phase))
-    start = Start(0, tmp_path, 1, generation=1, attempt=0)
-    said = start.failure(Ended(0, 0, -9, 0.0), Verdict("hung: no progress for 750 s", stuck=True, early=False))
-    assert (said["hung"], said["code"], said["reason"]) == (hung, 137, "rank 0 on worker 0 hung: no progress for 750 s")
+    start: Start, tmp_path: Path, phase: str, step: int, early: bool, said: tuple[bool, int | None]
+) -> None:
+    written(tmp_path, dataclasses.replace(a_record(1, started=1), phase=phase, step=step))
+    failure = start.failure(Ended(0, 0, -9, 0.0), Verdict("hung: no progress for 750 s", stuck=True, early=early))
+    assert (failure["hung"], failure["step"]) == said
+    assert (failure["code"], failure["reason"]) == (137, "rank 0 on worker 0 hung: no progress for 750 s")
 
 
 @pytest.mark.parametrize(
@@ -295,22 +273,17 @@ OUT_OF_MEMORY = "was killed: out of memory; raise resources.memory, or lower the
     ],
 )
 def test_of_what_died_while_the_kernel_killed_for_want_of_memory_it_is_the_cause_where_that_can_be(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exitcode: int, message: str, cause: str, what: str
+    start: Start, tmp_path: Path, exitcode: int, message: str, cause: str, what: str
 ) -> None:
-    monkeypatch.setenv(contract.Env.WORKER, "0")
     record = {"type": message.split()[1].rstrip(":"), "message": message, "traceback": "...", "time": 0.0}
     (tmp_path / contract.ERROR.format(local_rank=0)).write_text(json.dumps(record if exitcode < 0 else {**record, "code": 1}))
-    start = Start(0, tmp_path, 1, generation=1, attempt=0)
     ended = Ended(0, 0, exitcode, 0.0)
     said = start.failure(ended, oom=True)
     assert (said["cause"], said["reason"]) == (cause, f"rank 0 on worker 0 {what}")
     assert start.failure(ended)["cause"] == ""
 
 
-def test_a_process_that_a_nameless_signal_has_ended_is_told_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv(contract.Env.WORKER, "0")
-    monkeypatch.setenv(contract.Env.STATE, str(tmp_path))
-    start = Start(0, tmp_path, 1, generation=1, attempt=0)
+def test_a_process_that_a_nameless_signal_has_ended_is_told_of(start: Start) -> None:
     failure = start.failure(Ended(0, 0, -40, 7.0))
     assert (failure["reason"], failure["time"]) == ("rank 0 on worker 0 was killed by signal 40", 7.0)
 
@@ -364,14 +337,7 @@ def test_a_script_that_misses_a_file_of_its_original_directory_dies_with_the_hin
     assert done.stderr.splitlines()[-1].startswith(f"outlast: the job runs in {tmp_path}/code; a copy of")
 
 
-def test_a_rank_that_exited_with_0_before_a_collective_broke_is_known_on_its_worker(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setenv(contract.Env.STATE, str(tmp_path))
-    monkeypatch.setenv(contract.Env.WORKER, "0")
-    monkeypatch.setenv("LOCAL_RANK", "1")
-    monkeypatch.setenv("RANK", "1")
-    start = Start(0, tmp_path, 1, generation=1, attempt=0)
+def test_a_rank_that_exited_with_0_before_a_collective_broke_is_known_on_its_worker(start: Start, tmp_path: Path) -> None:
     broke = {"rank": 0, "type": "RuntimeError", "message": "raised RuntimeError: Connection closed by peer", "traceback": "x"}
     (tmp_path / contract.ERROR.format(local_rank=0)).write_text(json.dumps({**broke, "time": 2.0, "age_s": 3.0, "code": 1}))
     echo = start.failure(Ended(0, 0, 1, 0.0))
