@@ -272,13 +272,6 @@ def test_who_is_answered_after_the_others_hung_up_hangs_up_too() -> None:
 # Who asks
 
 
-def require_users(server: Server) -> None:
-    """Whoever asks must be the user root, with the password r, from now on."""
-    server.auth("user/add", name="root", password="r")
-    server.auth("user/grant", user="root", role="root")
-    server.auth("enable")
-
-
 def test_users_passwords_and_rights(own_etcd: Server) -> None:
     b64 = lambda text: base64.b64encode(text.encode()).decode()  # noqa: E731
     own_etcd.auth("role/add", name="trains")
@@ -286,7 +279,7 @@ def test_users_passwords_and_rights(own_etcd: Server) -> None:
     own_etcd.auth("role/grant", name="trains", perm=permission)
     own_etcd.auth("user/add", name="worker", password="worker's")
     own_etcd.auth("user/grant", user="worker", role="trains")
-    require_users(own_etcd)
+    own_etcd.require_users()
 
     def ask(key: str, **options: str) -> gateway.Outcome:
         with contextlib.closing(own_etcd.client(**options)) as client:
@@ -307,7 +300,7 @@ def test_users_passwords_and_rights(own_etcd: Server) -> None:
 
 
 def test_a_token_that_has_expired_is_asked_for_anew(own_etcd: Server) -> None:
-    require_users(own_etcd)
+    own_etcd.require_users()
     with contextlib.closing(own_etcd.client(user="root", password="r")) as client:
         client.range("x")
         own_etcd.stop()
@@ -324,7 +317,7 @@ def test_a_token_that_has_expired_is_asked_for_anew(own_etcd: Server) -> None:
 def test_a_token_is_not_shown_for_ever_to_an_etcd_that_has_lost_its_data(own_etcd: Server) -> None:
     for n in range(20):  # a token says what its etcd had done by then, and one that has done less waits
         own_etcd.auth("role/add", name=f"role-{n}")
-    require_users(own_etcd)
+    own_etcd.require_users()
     address = gateway.address(own_etcd.endpoint, {"user": "root", "password": "r"}, {})
     with contextlib.closing(gateway.Etcd(address, answer_s=2)) as client:
         client.range("x")
@@ -347,7 +340,7 @@ def test_users_that_are_made_and_changed_meanwhile_are_no_obstacle(tmp_path: Pat
         contextlib.closing(server.client(user="root", password="r")) as client,
     ):
         client.range("x")
-        require_users(server)
+        server.require_users()
         client.range("x")
         first = client._token
         client.ask("auth/role/add", {"name": "another"})

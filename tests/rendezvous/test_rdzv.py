@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
-import subprocess
 from collections.abc import Callable
 from typing import Any
 
@@ -75,12 +73,6 @@ def write(server: etcds.Server, run: str, *members: Report, said: key_schema.Pub
         client.txn([], puts)
 
 
-def ctl(server: etcds.Server, *words: str) -> None:
-    program = f"{etcds.binary()}ctl"
-    command = [program, f"--endpoints=127.0.0.1:{server.port}", *words]
-    subprocess.run(command, check=True, capture_output=True, env={**os.environ, "ETCDCTL_API": "3"})
-
-
 SAID = key_schema.Published(by="a", incarnation="b", world=WORLD, why="all is well")
 
 
@@ -126,10 +118,9 @@ def test_an_endpoint_that_is_none_is_said(
 def test_an_etcd_that_wants_to_know_who_asks_is_told_by_variables(
     own_etcd: etcds.Server, outlast: Outlast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for words in (["user", "add", "root:right"], ["user", "grant-role", "root", "root"], ["auth", "enable"]):
-        ctl(own_etcd, *words)
+    own_etcd.require_users()
     said = []
-    for password in ("", "wrong", "right"):
+    for password in ("", "wrong", "r"):
         monkeypatch.setenv("OUTLAST_ETCD_PASSWORD", password)
         monkeypatch.setenv("OUTLAST_ETCD_USER", "root" if password else "")
         said.append(outlast("rdzv", "show", "--endpoint", own_etcd.endpoint))

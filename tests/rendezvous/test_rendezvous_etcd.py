@@ -215,9 +215,7 @@ def test_an_endpoint_where_nobody_is_is_given_up_after_a_while(capfd) -> None:
 
 
 def test_a_wrong_login_is_not_tried_again(own_etcd: Server) -> None:
-    own_etcd.auth("user/add", name="root", password="r")
-    own_etcd.auth("user/grant", user="root", role="root")
-    own_etcd.auth("enable")
+    own_etcd.require_users()
     with pytest.raises(EtcdRefused, match="refuses user 'u'"):
         torchrun.client(own_etcd.endpoint, run="r", sizes=(1, 1), conf={"user": "u", "password": "p"})
 

@@ -93,6 +93,12 @@ class Server:
         request = urllib.request.Request(f"http://127.0.0.1:{self.port}/v3/auth/{path}", json.dumps(body).encode())
         urllib.request.urlopen(request, timeout=60).close()
 
+    def require_users(self) -> None:
+        """Whoever asks must be the user root, with the password r, from now on."""
+        self.auth("user/add", name="root", password="r")
+        self.auth("user/grant", user="root", role="root")
+        self.auth("enable")
+
     def cpu_s(self) -> float:
         assert self.process
         times = psutil.Process(self.process.pid).cpu_times()

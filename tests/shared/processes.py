@@ -7,6 +7,8 @@ import subprocess
 
 import psutil
 
+from outlast.base import unix_sockets
+
 
 def kill(process: subprocess.Popen[bytes]) -> None:
     """Kill a process and its descendants with SIGKILL, as if their machine were lost, and wait for it."""
@@ -16,3 +18,11 @@ def kill(process: subprocess.Popen[bytes]) -> None:
             with contextlib.suppress(psutil.NoSuchProcess):
                 each.kill()
     process.wait()
+
+
+def listens(path: str) -> bool:
+    """Return whether a process accepts connections at this Unix socket."""
+    with contextlib.suppress(OSError):
+        unix_sockets.connect(path).close()
+        return True
+    return False

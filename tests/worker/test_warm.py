@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import os
 import signal
@@ -17,12 +16,12 @@ from pathlib import Path
 import psutil
 import pytest
 
-from outlast.base import unix_sockets
 from outlast.job.contract import Env
 from outlast.job.workerfiles import next_world
 from outlast.worker.launch import rank_processes, warm_request
 from outlast.worker.launch import warm_process as warm
 from outlast.worker.launch.rank_failures import Start
+from processes import listens
 
 LEAVES = """
 import atexit, sys, threading, time
@@ -122,13 +121,6 @@ def forking(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[str]:
             assert process.poll() is None
         yield path
         process.kill()
-
-
-def listens(path: str) -> bool:
-    with contextlib.suppress(OSError):
-        unix_sockets.connect(path).close()
-        return True
-    return False
 
 
 def forks(path: str) -> list[psutil.Process]:
