@@ -19,10 +19,10 @@ from outlast.job import spec
 from outlast.job.contract import Env
 from outlast.kubernetes import manifests
 from outlast.training import metrics
-from outlast.worker.tracking import event_files, follower_supervisor, forwarding, missing_points
+from outlast.worker.tracking import event_files, follower, follower_supervisor, missing_points
 from outlast.worker.tracking.event_files import EventFile
+from outlast.worker.tracking.follower import Forwarder
 from outlast.worker.tracking.follower_supervisor import Trackers
-from outlast.worker.tracking.forwarding import Forwarder
 from outlast.worker.tracking.missing_points import Point
 from outlast.worker.tracking.mlflow_runs import MLflow
 from outlast.worker.tracking.tracker_interface import Run, Settings, Status, settings
@@ -208,7 +208,7 @@ def a_run(output: Path, **environ: str) -> Run:
 
 @pytest.mark.parametrize("partly", [False, True])
 def test_a_tracker_that_is_away_is_said_once_and_gets_everything_when_it_is_back(tmp_path: Path, monkeypatch, partly: bool):
-    monkeypatch.setattr(forwarding, "LAST_RETRY_S", 0.01)
+    monkeypatch.setattr(follower, "LAST_RETRY_S", 0.01)
     tracker, said = Tracker(), []
     tracker.partly = partly
     append(tmp_path, 1, 2, 3)
@@ -344,7 +344,7 @@ def test_metrics_have_names_that_mlflow_accepts(tmp_path: Path, mlflow_client: A
 
 def test_no_sentence_has_a_password():
     error = OSError("API request to http://user:p@ss@mlflow:5000/api failed with exception ('Connection broken: ...')")
-    assert forwarding.sentence(error) == "API request to http://mlflow:5000/api failed with exception ('Connection broken: ...')"
+    assert follower.sentence(error) == "API request to http://mlflow:5000/api failed with exception ('Connection broken: ...')"
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -23,7 +23,7 @@ from outlast.job import contract
 
 if TYPE_CHECKING:
     from outlast.storage.store import Store
-    from outlast.worker.tracking.forwarding import Forwarder
+    from outlast.worker.tracking.follower import Forwarder
 
 PORT = 6006
 """TensorBoard's own default port. If it is taken, a free port is used."""
@@ -154,7 +154,7 @@ class Show:
 
     def _forward(self, output: Path) -> None:
         from outlast.worker.tracking.event_files import EventFile
-        from outlast.worker.tracking.forwarding import Forwarder
+        from outlast.worker.tracking.follower import Forwarder
         from outlast.worker.tracking.tracker_interface import Run
 
         if (first := _first_line(output / contract.METRICS)) != self._history or self._forwarder is None:

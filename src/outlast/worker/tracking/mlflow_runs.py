@@ -33,7 +33,7 @@ DEFAULTS = {
     "GIT_PYTHON_REFRESH": "quiet",
 }
 """Variables for MLflow's client, unless the user has set them. They allow directories, and turn off telemetry and the client's
-own retries, since `forwarding` retries."""
+own retries, since `follower` retries."""
 
 
 class MLflow:
