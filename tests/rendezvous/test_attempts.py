@@ -539,13 +539,3 @@ def test_a_past_that_makes_no_sense_counts_nothing(past: list[dict[str, Any]]) -
 def test_a_report_that_no_member_sends_is_refused(fields: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="of a report cannot be"):
         Counting().hears(3, **fields)
-
-
-def test_a_new_world_begins_with_attempt_0_and_keeps_the_past() -> None:
-    report = decode(Report, {"run": "r", "id": 3, "standing": "training", "generation": 7, "attempt": 2, "past": the_past(1, 2)})
-    assert dataclasses.asdict(report.changed("training", generation=8)) == {
-        **dataclasses.asdict(report),
-        "generation": 8,
-        "attempt": 0,
-        "since": pytest.approx(report.since, abs=1e12),
-    }

@@ -208,8 +208,6 @@ def test_a_process_without_which_the_others_went_on_still_tells_what_happened_to
         run.look()
     assert (run.state.restarts, run.said[-1][0], run.state.called) == (1, State.RUNNING, None)
     assert run.said[-1][1] == f"{KILLED['reason']}; restart 1 of 9"
-    first = Report("run", 2, MemberState.WAITING, 1, again=True)
-    assert (first.changed("waiting").again, first.changed("training", generation=3).again) == (True, False)
 
 
 def ended(rank: int, reason: str, **fields: Any) -> dict[str, Any]:

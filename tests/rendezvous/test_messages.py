@@ -210,3 +210,12 @@ def test_the_status_of_the_operator_before_is_read_and_it_reads_ours() -> None:
     heard = decode(board._Rendezvous, rendezvous)
     assert (heard.run, heard.world, heard.called) == ("train-1", A_WORLD, Called(5, "worker 2 leaves", True, 85.5))
     assert (heard.closed, heard.leaving) == (Closed("all is done", 0), (board._Leaving("u2", 99.5, "spot"),))
+
+
+def test_a_report_forgets_with_its_world_what_was_said_in_it_and_keeps_the_past() -> None:
+    report = decode(messages.Report, {**REPORT, "standing": "training", "failed": False})
+    waiting = report.changed("waiting", failed=True)
+    assert waiting == dataclasses.replace(report, standing=MemberState.WAITING, failed=True, mesh=False, since=waiting.since)
+    new = waiting.changed("training", generation=5, failed=False)
+    forgotten: Document = {"unheard": (), "refused": (), "attempt": 0, "again": False}
+    assert new == dataclasses.replace(report, generation=5, mesh=False, since=new.since, **forgotten)
