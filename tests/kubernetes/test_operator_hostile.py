@@ -67,9 +67,7 @@ def test_a_job_that_cannot_be_read_fails_and_the_others_go_on(world: World, kind
     world.api.until(lambda: world.pods() == ["good-worker-0", "good-worker-1"])
 
     def said() -> list[Document]:
-        with world.api.lock:
-            events = [each for key, each in world.api.documents.items() if key[0] == "events"]
-        return [each for each in events if sentence in each["message"]]
+        return [each for each in world.api.objects("events") if sentence in each["message"]]
 
     world.api.until(lambda: len(said()) == 2)
     assert world.api.documents[kind.resource, "default", "bad"]["spec"] == a_job("bad", kind, template)["spec"]

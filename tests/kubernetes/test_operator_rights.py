@@ -58,9 +58,7 @@ def test_the_roles_allow_nothing_that_the_operator_does_not_do(world: World) -> 
                 api.put({"apiVersion": kind.api_version, "kind": kind.kind, "metadata": meta})
 
     def workloads(job: str) -> list[Document]:
-        with api.lock:
-            found = [each for key, each in api.documents.items() if key[0] == "workloads.kueue.x-k8s.io"]
-        return [each for each in found if each["metadata"]["name"].startswith(job)]
+        return [each for each in api.objects("workloads.kueue.x-k8s.io") if each["metadata"]["name"].startswith(job)]
 
     taken = ("Service", "ServiceAccount", "PersistentVolumeClaim", "PodDisruptionBudget", "PodGroup")
     put(*taken, names=("volcano", "coscheduling", "volcano-worker", "coscheduling-rdzv", "disk"))  # it looks whose they are

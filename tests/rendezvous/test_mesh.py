@@ -223,22 +223,17 @@ def test_who_calls_from_an_older_world_is_not_taken_for_its_successor(made: Call
     assert one._peers[2].address == again.address
 
 
-@pytest.mark.parametrize(("key", "run"), [(b"another", "run"), (KEY, "another")])
-def test_who_has_another_key_or_is_of_another_run_is_no_member(made: Callable[..., Mesh], key: bytes, run: str) -> None:
-    one, stranger = made(1), made(2, key=key, run=run)
+@pytest.mark.parametrize(("id", "key", "run"), [(2, b"another", "run"), (2, KEY, "another"), (3, KEY, "run")])
+def test_who_has_another_key_or_is_of_another_run_or_somebody_else_is_no_member(
+    made: Callable[..., Mesh], id: int, key: bytes, run: str
+) -> None:
+    one, stranger = made(1), made(id, key=key, run=run)
     one.enter(1, (1, 2))
     one.learn(1, {2: stranger.address})
     problem = one.send(2, {"kind": "x"}).exception(SOON_S)
     assert isinstance(problem, Undelivered)
     assert str(problem) == "worker 2 refuses connections"
     assert not one.complete
-
-
-def test_who_is_somebody_else_is_not_taken_for_a_member(made: Callable[..., Mesh]) -> None:
-    one, three = made(1), made(3)
-    one.enter(1, (1, 2))
-    one.learn(1, {2: three.address})
-    assert str(one.send(2, {"kind": "x"}).exception(SOON_S)) == "worker 2 refuses connections"
 
 
 def test_strangers_do_no_harm(made: Callable[..., Mesh]) -> None:

@@ -9,19 +9,19 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 
 import netns
 from outlast.rendezvous.mesh.mesh import Mesh
+from waits import until
 
 pytestmark = [pytest.mark.slow, netns.NEEDED]
 
 KEY = b"key of the run"
 FOUND_S = 4.0
 """Within this time silence is known: 2 s until the kernel gives the connection up, 1 s for a new one, and a margin for load."""
-SOON_S = 30.0
 
 
 class Watched(Mesh):
@@ -56,15 +56,6 @@ def meshes(network: netns.Network) -> Iterator[list[Watched]]:
         yield made
 
 
-def until(true: Callable[[], object], within_s: float = SOON_S) -> float:
-    """Wait; how long it took."""
-    begun = time.monotonic()
-    while not true():
-        assert time.monotonic() < begun + within_s, f"it did not happen within {within_s} s"
-        time.sleep(0.005)
-    return time.monotonic() - begun
-
-
 def found(meshes: list[Watched], expected: dict[int, tuple[int, ...]]) -> None:
     """Wait until each hears those, and only those, that it should; print how long it took."""
     begun = time.monotonic()
@@ -80,7 +71,9 @@ def test_a_silent_member_is_found_by_all_and_finds_all(network: netns.Network, m
     found(meshes, {0: (3,), 1: (3,), 2: (3,), 3: (0, 1, 2)})
     assert all(mesh.refused == () for mesh in meshes)
     network.heal()
-    print(f"heard again after {until(lambda: all(mesh.unheard == () for mesh in meshes)):.2f} s", end="")
+    begun = time.monotonic()
+    until(lambda: all(mesh.unheard == () for mesh in meshes))
+    print(f"heard again after {time.monotonic() - begun:.2f} s", end="")
 
 
 @pytest.mark.parametrize("network", [3], indirect=True)

@@ -119,6 +119,10 @@ class ApiServer:
         for watcher in self.watchers:
             watcher.tell(resource, document, line)
 
+    def objects(self, resource: str) -> list[Document]:
+        with self.lock:
+            return [document for key, document in self.documents.items() if key[0] == resource]
+
     def until(self, condition: Callable[[], object]) -> None:
         waits.until(condition, why=lambda: self.asked)
 

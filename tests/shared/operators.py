@@ -96,8 +96,7 @@ class World:
         self.api.put(ELASTIC_JOB.document({"name": name, "generation": 1}, spec=spec))
 
     def pods(self) -> list[str]:
-        with self.api.lock:
-            return sorted(key[2] for key in self.api.documents if key[0] == "pods")
+        return sorted(pod["metadata"]["name"] for pod in self.api.objects("pods"))
 
     def settled(self, names: Sequence[str], count: int = 2) -> None:
         """Wait until each job has its pods and no operator has work."""
