@@ -159,7 +159,13 @@ def is_of_another_version(world: Members) -> None:
     del mesh.handlers["attempt"]
 
 
-@pytest.mark.parametrize("what", [leaves, hears_a_call, has_finished, is_of_another_version])
+def is_gone(world: Members) -> None:
+    mesh = world.members[2].mesh
+    assert mesh is not None
+    mesh.close()
+
+
+@pytest.mark.parametrize("what", [leaves, hears_a_call, has_finished, is_of_another_version, is_gone])
 def test_the_coordinator_decides_when_one_member_cannot(members: Callable[..., Members], what: Callable[..., None]) -> None:
     world = members(3)
     what(world)
@@ -167,16 +173,6 @@ def test_the_coordinator_decides_when_one_member_cannot(members: Callable[..., M
     until(lambda: world.clients[1].said.failed)
     assert world.clients[1].said.failure == KILLED
     assert [member.attempt for member in world.members] == [0, 0, 0]
-
-
-def test_a_member_that_is_gone_is_the_coordinators(members: Callable[..., Members]) -> None:
-    world = members(3)
-    mesh = world.members[2].mesh
-    assert mesh is not None
-    mesh.close()
-    world.fail(1)
-    until(lambda: world.clients[1].said.failed)
-    assert world.members[0].attempt == 0
 
 
 def test_what_another_attempt_would_not_help_is_reported_as_ever(members: Callable[..., Members]) -> None:

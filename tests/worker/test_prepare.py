@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import random
 import signal
@@ -17,17 +18,17 @@ from typing import Any
 import pytest
 
 from outlast.base import file_locks
-from outlast.base.errors import OutlastError, Stopped, StoreError
+from outlast.base.errors import InvalidJob, OutlastError, Stopped, StoreError
 from outlast.job import contract, spec
 from outlast.job.shipping import archives
 from outlast.storage import store
 from outlast.storage.store import Store
 from outlast.storage.sync import push_and_pull
-from outlast.worker.prepare import code_placement, data_cache, data_cache_eviction, fetch_from_store
-from outlast.worker.prepare.phases import Preparation
+from outlast.worker.prepare import code_placement, data_cache, data_cache_eviction, fetch_from_store, phases
 from servers import Place
 from tars import tar
 from waits import until
+from web import Web
 
 
 def contents(directory: Path) -> dict[str, str]:
@@ -228,18 +229,12 @@ def test_who_comes_second_waits_and_says_so(runs: Runs, place: Store):
         until(lambda: runs.said)
         assert runs.said == [f"waiting for another worker that fetches data[0].from ({place.url})"]
         assert not found
+        stop = threading.Event()
+        threading.Timer(0.1, stop.set).start()
+        with pytest.raises(Stopped):  # told to leave
+            runs.source(stop=stop).acquire()
     thread.join()
     assert contents(found[0].tree) == {"a": "one"}
-
-
-def test_a_worker_that_is_told_to_leave_stops_waiting(runs: Runs, place: Store):
-    put(place, a="one")
-    stop = threading.Event()
-    source = runs.source(stop=stop)
-    with file_locks.exclusive(source._home / "lock", waiting=lambda: None, stop=threading.Event()):
-        threading.Timer(0.1, stop.set).start()
-        with pytest.raises(Stopped):
-            source.acquire()
 
 
 def dies_or_ends(argv: list[str], dies: bool, longest_s: float, rng: random.Random) -> bytes:
@@ -509,17 +504,21 @@ def test_links_of_the_job_are_not_followed_by_new_code(worker: Worker, place: St
 # What training sees
 
 
+def a_job(**fields: Any) -> spec.Job:
+    meta = {"apiVersion": contract.API_VERSION, "kind": contract.KIND, "metadata": {"name": "a"}}
+    return spec.parse(json.dumps({**meta, "spec": {"module": "json", **fields}}))
+
+
 @pytest.fixture
 def prepared(tmp_path: Path) -> Callable[..., dict[str, str]]:
-    """Prepares data and models of a job; the environment that training gets."""
+    """Prepares data and models of a worker of a run; the environment that training gets."""
 
-    def prepared(environ: dict[str, str] | None = None, **fields: Any) -> dict[str, str]:
-        meta = {"apiVersion": contract.API_VERSION, "kind": contract.KIND, "metadata": {"name": "a"}}
-        job = spec.anchor(spec.Job.model_validate({**meta, "spec": {"module": "json", **fields}}), tmp_path)
-        (tmp_path / "state").mkdir(exist_ok=True)
-        places = {contract.Env.STATE: tmp_path / "state", contract.Env.CODE: tmp_path, contract.Env.CACHE: tmp_path / "c"}
+    def prepared(environ: dict[str, str] | None = None, *, run: str = "state", **fields: Any) -> dict[str, str]:
+        job = spec.anchor(a_job(**fields), tmp_path)
+        (tmp_path / run).mkdir(exist_ok=True)
+        places = {contract.Env.STATE: tmp_path / run, contract.Env.CODE: tmp_path, contract.Env.CACHE: tmp_path / "c"}
         seen = {**job.spec.env, **{name: str(path) for name, path in places.items()}}
-        Preparation(job, seen, say=lambda _: None).prepare()
+        phases.Preparation(job, seen, say=lambda _: None).prepare()
         return seen
 
     return prepared
@@ -581,3 +580,54 @@ def test_an_empty_object_that_shows_a_directory_of_files_is_no_data(moto: Place,
     monkeypatch.setattr(Store, "head", lambda *_: (_ for _ in ()).throw(StoreError("away", retry=True)))
     with pytest.raises(StoreError, match="away"):  # else the data would look changed
         fetch_from_store.look(f"{moto.url}/data", "data[0].from")
+
+
+# Files on a web server
+
+
+def from_web(url: str, content: bytes | None = None) -> list[dict[str, str]]:
+    checksum = hashlib.sha256(content).hexdigest() if content else "0" * 64
+    return [{"from": f"{url}#sha256={checksum}"}]
+
+
+def test_an_archive_is_fetched_once_for_all_runs_of_a_machine(web: Web, prepared) -> None:
+    content = tar({"train.csv": "1,2", "val.csv": "3"})
+    data = from_web(web.put("set.tar.gz", content), content)
+    tree = Path(prepared(data=data, run="first")["OUTLAST_DATA"])
+    assert {path.name for path in tree.iterdir()} == {"train.csv", "val.csv", ".outlast-data.json"}
+    assert (tree / "train.csv").read_text() == "1,2"
+    assert (tree / "train.csv").stat().st_mode & 0o777 == 0o444, "shared by all jobs"
+    web.close()
+    for run in ("first", "second"):
+        assert prepared(data=data, run=run)["OUTLAST_DATA"] == str(tree), "the machine has it: no server is needed"
+
+
+def test_what_is_not_what_the_job_file_says_is_refused(web: Web, prepared, tmp_path: Path) -> None:
+    with pytest.raises(OutlastError, match=r"has the sha256 [0-9a-f]{64}, and must have 0{64}; it is not the file that is want"):
+        prepared(data=from_web(web.put("set.tar.gz", tar({"a.csv": "1"}))))
+    assert [path.name for path in (tmp_path / "c").rglob("*") if path.is_file()] == ["lock"]
+
+
+def test_what_is_not_there_is_noticed_at_submission(web: Web, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OUTLAST_CACHE", str(tmp_path / "cache"))
+    url = f"{web.url}/absent.zip"
+    with pytest.raises(OutlastError, match=rf"^data\[0\].from: cannot download {url}: 404 Not Found; check"):
+        phases.check(a_job(data=from_web(url)), tmp_path / "pins")
+    phases.check(a_job(data=from_web(web.put("there.zip", b"x"), b"x")), tmp_path / "pins")
+
+
+@pytest.mark.parametrize(
+    ("place", "sentence"),
+    [
+        (
+            "https://host/set.zip",
+            "must end with #sha256= and 64 hexadecimal digits, so that all workers train on the same bytes; ",
+        ),
+        ("https://host/set.zip#sha256=12", "must end with #sha256= and 64 hexadecimal digits"),
+        (f"https://host#sha256={'0' * 64}", "must be the URL of a file: https://HOST/PATH#sha256=..."),
+    ],
+)
+def test_a_file_on_the_web_needs_its_checksum(place: str, sentence: str) -> None:
+    with pytest.raises(InvalidJob) as caught:
+        a_job(data=[{"from": place}])
+    assert f") {sentence}" in str(caught.value)

@@ -79,6 +79,7 @@ class Source:
 
     def __init__(self, cache: Path, url: str, *, field: str, pins: Path, say: Say, stop: threading.Event | None = None) -> None:
         self._url, self._field, self._pin = url, field, _pin(url, pins)
+        self._place = f"{field} ({url})"
         name = re.sub(r"[^A-Za-z0-9.-]+", "-", url.rstrip("/").rpartition("/")[2])[:40]
         self._cache = cache
         self._home = cache / "data" / f"{name}-{self._pin.stem}"
@@ -89,10 +90,8 @@ class Source:
         OSError, and OutlastError if the store fails or no longer has the version."""
         if version := self._lock_version(_pinned(self._pin)):  # without a request to the store
             return version
-        name = f"{self._field} ({self._url})"
-        with file_locks.exclusive(
-            self._home / "lock", waiting=lambda: self._say(f"waiting for another worker that fetches {name}"), stop=self._stop
-        ):
+        waiting = f"waiting for another worker that fetches {self._place}"
+        with file_locks.exclusive(self._home / "lock", waiting=lambda: self._say(waiting), stop=self._stop):
             pinned = _pinned(self._pin)
             if version := self._lock_version(pinned):
                 return version
@@ -111,7 +110,7 @@ class Source:
             listing = fetch_from_store.consistent(listing, self._tree, begins=self._begin, say=self._say, stop=self._stop)
         if pinned not in ("", listing.version):
             raise OutlastError(
-                f"{self._field} ({self._url}) has changed since this run began, and this machine has no copy of the old files; "
+                f"{self._place} has changed since this run began, and this machine has no copy of the old files; "
                 "put the old files back, or start from the beginning with --fresh"
             )
         self._finish(listing)
@@ -151,8 +150,7 @@ class Source:
     def _make_room(self, needed: int) -> None:
         if missing := data_cache_eviction.make(self._cache, needed, things, os.environ):
             more = f"{units.human_bytes(missing)} more than OUTLAST_CACHE_SIZE"
-            name = f"{self._field} ({self._url})"
-            self._say(f"{name} makes the cache {self._cache} larger than it should be: {more} are in use")
+            self._say(f"{self._place} makes the cache {self._cache} larger than it should be: {more} are in use")
 
     def _finish(self, listing: Listing) -> None:
         directory = self._home / listing.version
