@@ -3,6 +3,7 @@ coordinators make of the reports is in `test_coordinators.py`."""
 
 from __future__ import annotations
 
+import contextlib
 import io
 import re
 import sys
@@ -47,15 +48,8 @@ def coordinator(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pyt
 @pytest.fixture
 def member(coordinator: Coordinator, tmp_path: Path) -> Iterator[Member]:
     """Makes members of the run, which go at the end."""
-    made: list[transport.Client] = []
-
-    def make(id: int, process: str = "p") -> transport.Client:
-        made.append(coordinator.client(id, process, state=tmp_path))
-        return made[-1]
-
-    yield make
-    for each in made:
-        each.close()
+    with contextlib.ExitStack() as made:
+        yield lambda id, process="p": made.enter_context(contextlib.closing(coordinator.client(id, process, state=tmp_path)))
 
 
 @pytest.fixture

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import os
-import signal
 from pathlib import Path
 
 import pytest
@@ -15,7 +13,6 @@ from outlast.base.errors import OutlastError
 from outlast.job import contract
 from outlast.rendezvous import entry_point, who_trains
 from outlast.rendezvous.membership import Membership
-from outlast.worker.launch.rank_failures import Ended, Start
 
 
 def test_an_endpoint_of_another_kind_is_refused_with_a_sentence():
@@ -69,14 +66,3 @@ def test_a_world_gives_the_environment_no_new_name_while_other_threads_read_it(
     )
     ours.next_rendezvous()
     assert [os.environ[name] for name in member.numbers] == ["7", "0", "3"]
-
-
-def test_a_process_that_was_stopped_on_its_way_out_is_a_cause_and_no_echo(tmp_path: Path) -> None:
-    said = {"rank": 1, "type": "ValueError", "message": "raised ValueError: a bug", "traceback": "", "time": 1.0, "code": 1}
-    (tmp_path / contract.ERROR.format(local_rank=1)).write_text(json.dumps(said))
-
-    def failed(local_rank: int) -> tuple[int, bool]:
-        failure = Start(0, tmp_path, 2, 1, 0).failure(Ended(local_rank, local_rank, -signal.SIGTERM, 0.0, asked=True))
-        return failure["code"], failure["echo"]
-
-    assert (failed(0), failed(1)) == ((143, True), (1, False))

@@ -29,16 +29,12 @@ SOON_S = 30.0
 @pytest.fixture
 def made() -> Iterator[Callable[..., Mesh]]:
     """Makes members; those that are left at the end are closed."""
-    all_of_them: list[Mesh] = []
+    with contextlib.ExitStack() as stack:
 
-    def make(id: int, *, key: bytes = KEY, run: str = "run", host: str = "127.0.0.1") -> Mesh:
-        mesh = Mesh(id, host, key, run=run)
-        all_of_them.append(mesh)
-        return mesh
+        def make(id: int, *, key: bytes = KEY, run: str = "run", host: str = "127.0.0.1") -> Mesh:
+            return stack.enter_context(contextlib.closing(Mesh(id, host, key, run=run)))
 
-    yield make
-    for mesh in all_of_them:
-        mesh.close()
+        yield make
 
 
 def joined(*meshes: Mesh, generation: int = 1) -> None:

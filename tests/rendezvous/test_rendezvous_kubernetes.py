@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import secrets
 import subprocess
@@ -48,15 +49,13 @@ def ended() -> list[messages.Closed]:
 @pytest.fixture
 def member(operator: Operator, tmp_path: Path, ended: list[messages.Closed]) -> Iterator[Callable[..., transport.Client]]:
     """Makes members of the run, which go at the end."""
-    made: list[transport.Client] = []
+    with contextlib.ExitStack() as stack:
 
-    def make(id: int = 0) -> transport.Client:
-        made.append(transport.client("kubernetes://train", transport.Member("run", id, tmp_path, 2, run_ended=ended.append)))
-        return made[-1]
+        def make(id: int = 0) -> transport.Client:
+            client = transport.client("kubernetes://train", transport.Member("run", id, tmp_path, 2, run_ended=ended.append))
+            return stack.enter_context(contextlib.closing(client))
 
-    yield make
-    for each in made:
-        each.close()
+        yield make
 
 
 @pytest.fixture

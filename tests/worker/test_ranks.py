@@ -6,6 +6,7 @@ import dataclasses
 import json
 import os
 import resource
+import signal
 import subprocess
 import sys
 import time
@@ -346,6 +347,17 @@ def test_a_rank_that_exited_with_0_before_a_collective_broke_is_known_on_its_wor
     assert start.first([echo], None) == echo
     said = start.first([echo], 1)
     assert (said["rank"], said["echo"], said["reason"]) == (1, False, root_cause.left_early("rank 1 on worker 0", 0, 0))
+
+
+def test_a_process_that_was_stopped_on_its_way_out_is_a_cause_and_no_echo(tmp_path: Path) -> None:
+    said = {"rank": 1, "type": "ValueError", "message": "raised ValueError: a bug", "traceback": "", "time": 1.0, "code": 1}
+    (tmp_path / contract.ERROR.format(local_rank=1)).write_text(json.dumps(said))
+
+    def failed(local_rank: int) -> tuple[int, bool]:
+        failure = Start(0, tmp_path, 2, 1, 0).failure(Ended(local_rank, local_rank, -signal.SIGTERM, 0.0, asked=True))
+        return failure["code"], failure["echo"]
+
+    assert (failed(0), failed(1)) == ((143, True), (1, False))
 
 
 @pytest.mark.parametrize("pod", [True, False])  # elsewhere the launcher says it

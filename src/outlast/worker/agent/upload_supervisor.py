@@ -84,22 +84,14 @@ class UploadProcess:
         assert self._child.stdin is not None
         with contextlib.suppress(OSError):
             self._child.stdin.close()
-        try:
-            self._child.wait(STOP_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            self._child.kill()
-            self._child.wait()
+        _ended(self._child, STOP_TIMEOUT_S)
         self._child = None
 
     def flush(self, timeout_s: float, *, run_ended: bool = False) -> tuple[int, str]:
         """Upload all remaining output, retrying until the timeout. Returns the exit code, and the reason if it is not 0."""
         self.stop()
         child = self._start("--rest", str(timeout_s), *(["--ended"] if run_ended else []))
-        try:
-            code = child.wait(timeout_s + STOP_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            child.kill()
-            code = child.wait()
+        code = _ended(child, timeout_s + STOP_TIMEOUT_S)
         self._reader.join(STOP_TIMEOUT_S)
         return code, "" if code == 0 else self.report.get("error") or f"the upload process ended with exit code {code}"
 
@@ -141,3 +133,12 @@ class UploadProcess:
             "sync_step": float(report["step"]),
             **({"sync_age_seconds": uploaded_s} if report["pushed"] else {}),
         }
+
+
+def _ended(child: subprocess.Popen[bytes], timeout_s: float) -> int:
+    """Wait for a child, and kill it at the timeout. Returns its exit code."""
+    try:
+        return child.wait(timeout_s)
+    except subprocess.TimeoutExpired:
+        child.kill()
+        return child.wait()
