@@ -123,10 +123,11 @@ class _Execution:
     def create_pods(self, plan: Plan) -> Outcome:
         requeue_at, blocked = plan.requeue_at, ""
         for obstacle in filter(None, self._parallel(self._create_pod, plan.creates)):
-            log.warning(obstacle.sentence)
+            sentence, permanent = obstacle
+            log.warning(sentence)
             requeue_at = min(requeue_at or self.now + RETRY_S, self.now + RETRY_S)
-            if obstacle.permanent and not blocked:
-                blocked = obstacle.sentence
+            if permanent and not blocked:
+                blocked = sentence
                 self.write_event(Event("Warning", FAILED_CREATE, blocked))
         return Outcome(requeue_at, blocked_reason=blocked)
 
@@ -175,34 +176,25 @@ class _Execution:
         except Absent:
             return None
 
-    def _create_pod(self, pod: Document) -> _Obstacle | None:
-        """Create a pod, or return the obstacle. If the job's pod exists but lacks the label that the watch selects, add the
-        label."""
+    def _create_pod(self, pod: Document) -> tuple[str, bool] | None:
+        """Create a pod, or return a sentence about the obstacle and whether it is permanent. If the job's pod exists but lacks
+        the label that the watch selects, add the label."""
         if _create(self.cluster, pod):
             return None
         name, meta = _name(pod), pod["metadata"]
         if (document := self._existing(pod)) is None:
-            return _Obstacle(f"{name} existed and is just gone; it is created in a moment")
+            return f"{name} existed and is just gone; it is created in a moment", False
         existing = document["metadata"]
         if owner_references.owned_by(document, self.job):
             if existing.get("deletionTimestamp"):
-                return _Obstacle(f"{name} is still terminating; it is created again when it is gone")
+                return f"{name} is still terminating; it is created again when it is gone", False
             if (existing.get("labels") or {}).get(Label.JOB) != meta["labels"].get(Label.JOB):
                 log.info("%s of this job lacked the label that the watch selects; it has it now", name)
                 self.cluster.patch(POD, meta["name"], {"metadata": {"labels": meta["labels"]}}, namespace=meta.get("namespace"))
             return None
         if existing.get("deletionTimestamp"):
-            return _Obstacle(f"{name} of another job is still terminating; this one is created when it is gone")
-        return _Obstacle(
-            f"{name} exists and does not belong to this job; delete it, or give the job another name", permanent=True
-        )
-
-
-@dataclass(frozen=True)
-class _Obstacle:
-    sentence: str
-    permanent: bool = False
-    """True if the object that has the pod's name will not go away by itself."""
+            return f"{name} of another job is still terminating; this one is created when it is gone", False
+        return f"{name} exists and does not belong to this job; delete it, or give the job another name", True
 
 
 def _with_status(job: Mapping[str, Any], status: Mapping[str, Any]) -> Document:

@@ -193,7 +193,7 @@ class Queue:
         for workload in self.admitted_slices:
             for flavor in sorted(kueue.flavors(workload.document) - self.objects.flavors.keys()):
                 return f"the queue {self.name} has assigned the ResourceFlavor {flavor}, which does not exist"
-        priority = self.priority()
+        priority = kueue.priority(self.job, self.objects.classes)
         return priority if isinstance(priority, str) else ""
 
     def assign(self, pod: Document, free_quota: dict[str, int]) -> Document | None:
@@ -246,10 +246,6 @@ class Queue:
         conditions = [("Finished", True, "Succeeded" if succeeded else "Failed", reason)]
         return tuple(workload.with_status(now, conditions) for workload in self.slices if not workload.is_finished)
 
-    def priority(self) -> Priority | str:
-        """Return the priority of the job's Workloads, or a sentence saying that its priority class is missing."""
-        return kueue.priority(self.job, self.objects.classes)
-
     def _request_missing(
         self, desired: int, sizes: Sequence[int], pods: Sequence[Mapping[str, Any]], make_workload: MakeWorkload
     ) -> Changes:
@@ -261,7 +257,7 @@ class Queue:
         extra = tuple(_delete(workload, "another Workload requests this quota") for workload in pending[1:])
         admitted_size = self.largest_admitted(desired, sizes)
         min_count = next(size for size in sizes if size > admitted_size) - self.admitted_workers
-        min_count, priority = max(1, min(min_count, missing)), self.priority()
+        min_count, priority = max(1, min(min_count, missing)), kueue.priority(self.job, self.objects.classes)
         if isinstance(priority, str) or (pending and _requests_exactly(pending[0], self.name, missing, priority)):
             return Changes(deletes=extra)
         return Changes(

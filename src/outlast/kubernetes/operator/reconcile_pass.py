@@ -205,10 +205,6 @@ class ReconcilePass:
             requeue_at=min(self._requeue_times, default=None),
         )
 
-    def _worker_count(self) -> int:
-        """Return the number of live workers. New ones are included unless the API server rejected pods on the last attempt."""
-        return len(self.alive) + (0 if self.snapshot.refusal else len(self.creates))
-
     def _status_document(self) -> Document:
         if self.snapshot.job is None:
             size_range, grace_s, checkpoint_url = (0, 0), 0.0, ""
@@ -219,11 +215,12 @@ class ReconcilePass:
         members = self.status.world.members if self.status.world and self.status.called is None else ()
         alive = {pod.index for pod in self.alive}
         inside = [id for id in members if id in alive]
+        created = 0 if self.snapshot.refusal else len(self.creates)  # the API server rejected pods on the last attempt
         return elasticjob_status.write(
             self.status,
             job=self.snapshot.name,
             # 0 once the job has ended: its workers end one after another, and each would cause a write.
-            pods=self._worker_count() if self.status.finished is None else 0,
+            pods=len(self.alive) + created if self.status.finished is None else 0,
             world_size=len(inside) if self.status.result is None else 0,
             size_range=size_range,
             checkpoints=checkpoint_url,
