@@ -50,6 +50,10 @@ class Coordinating:
     def report(self, id: int, standing: str, generation: int = 0, **fields: Any) -> None:
         self.take(Report("run", id, MemberState(standing), generation, self.now, f"10.0.0.{id}:1", **fields))
 
+    def others_report(self, standing: str, generation: int = 0, **fields: Any) -> None:
+        for id in (0, 1):
+            self.report(id, standing, generation, **fields)
+
     def train(self, generation: int, *ids: int) -> None:
         for id in ids or range(self.workers):
             self.report(id, "training", generation, mesh=True)
@@ -80,8 +84,7 @@ ECHO = {"rank": 0, "code": 1, "reason": "connection reset", "echo": True, "time"
 
 def test_a_process_that_was_fenced_is_told_so_as_often_as_it_reports_and_its_successor_joins_later() -> None:
     run = Coordinating()
-    for id in (0, 1):
-        run.report(id, "training", 1, unheard=(2,))
+    run.others_report("training", 1, unheard=(2,))
     run.look()
     unheard = {"generation": 1, "workers": [2], "by": [0, 1], "reason": LOST}
     assert run.events[-2:] == [("unheard", unheard), ("called", {"generation": 2, "reason": LOST, "planned": False})]
@@ -90,8 +93,7 @@ def test_a_process_that_was_fenced_is_told_so_as_often_as_it_reports_and_its_suc
     run.report(2, "waiting", 1)
     assert run.told[2][-2:] == [Closed(LOST, 75), Closed(LOST, 75)]
     assert 2 not in run.state.members
-    for id in (0, 1):
-        run.report(id, "waiting", 1)
+    run.others_report("waiting", 1)
     run.look()
     run.train(2, 0, 1)
     run.report(2, "waiting")
@@ -130,8 +132,7 @@ def test_a_worker_that_errs_costs_a_start_of_processes_at_most() -> None:
     assert run.state.called is None
     run.now += 1
     run.tick()
-    for id in (0, 1):
-        run.report(id, "waiting", 1)
+    run.others_report("waiting", 1)
     run.look()
     assert run.newest().members == (0, 1)
     assert run.told[2][-1] == Closed("lost worker 2: it does not hear the others", 75)
@@ -157,14 +158,12 @@ def test_a_new_process_gets_no_place_in_a_world_that_its_predecessor_had_joined(
 
 def test_a_process_of_the_previous_version_in_the_place_of_one_that_was_fenced_is_not_fenced_forever() -> None:
     run = Coordinating()
-    for id in (0, 1):
-        run.report(id, "training", 1, unheard=(2,))
+    run.others_report("training", 1, unheard=(2,))
     run.look()
     told = len(run.told[2])
     run.report(2, "waiting", 1, again=True)
     assert (run.told[2][told:], run.state.fenced) == ([Called(2, LOST, False, run.now + 75, leave_s=75.0)], {})
-    for id in (0, 1):
-        run.report(id, "waiting", 1)
+    run.others_report("waiting", 1)
     run.now += 10.0
     run.look()
     assert (run.newest().generation, 2 in run.newest().members) == (2, True)
@@ -180,13 +179,11 @@ def test_a_process_in_the_place_of_one_that_was_killed_is_no_side_of_a_partition
         run.take(Gone(2))
         run.look()
     run.report(2, "waiting", 1, failed=True, failure=KILLED, again=True)
-    for id in (0, 1):
-        run.report(id, "training", 1, mesh=True, unheard=(2,), refused=(2,))
+    run.others_report("training", 1, mesh=True, unheard=(2,), refused=(2,))
     run.look()
     assert run.state.called is not None
     run.now += 5.0
-    for id in (0, 1):
-        run.report(id, "waiting", 1, unheard=(2,), refused=(2,))
+    run.others_report("waiting", 1, unheard=(2,), refused=(2,))
     run.look()
     assert (run.newest().generation, run.newest().members, run.state.fenced) == (2, (0, 1, 2), {})
     run.train(2)
@@ -197,8 +194,7 @@ def test_a_process_without_which_the_others_went_on_still_tells_what_happened_to
     run = Coordinating()
     run.take(Gone(2))
     run.look()
-    for id in (0, 1):
-        run.report(id, "waiting", 1)
+    run.others_report("waiting", 1)
     run.now += 2.0
     run.look()
     run.train(2, 0, 1)
@@ -286,8 +282,7 @@ def test_the_end_of_a_worker_counts_once_whether_it_is_noticed_or_only_its_echoe
     run = Coordinating()
     run.settings = dataclasses.replace(run.settings, counts_ends=counts_ends)
     run.take(Gone(2))
-    for id in (0, 1):
-        run.report(id, "waiting", 1, failed=True, failure=ECHO)
+    run.others_report("waiting", 1, failed=True, failure=ECHO)
     run.settle()
     assert (counted(run), run.state.counted) == ([] if counts_ends else [ECHO["reason"]], (1, 0))
     if counts_ends:
@@ -302,8 +297,7 @@ def test_the_end_of_a_worker_counts_once_whether_it_is_noticed_or_only_its_echoe
 def test_echoes_count_nothing_while_the_member_that_the_next_world_leaves_out_may_report_the_cause() -> None:
     run = Coordinating()
     run.settings = dataclasses.replace(run.settings, counts_ends=True, debounce=root_cause.OPERATOR)
-    for id in (0, 1):
-        run.report(id, "waiting", 1, failed=True, failure=ECHO)
+    run.others_report("waiting", 1, failed=True, failure=ECHO)
     run.now += root_cause.OPERATOR.cause
     run.tick()
     run.now += run.settings.timeouts.answer
