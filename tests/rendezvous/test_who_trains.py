@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from outlast.rendezvous import who_trains
+from outlast.rendezvous.partition import Loss
 from outlast.rendezvous.who_trains import (
     Call,
     Cause,
@@ -641,3 +642,157 @@ def test_a_worker_that_is_gone_is_forgotten():
     assert State({0: a_worker(0, TRAINING, 4)}, a_world(0)).gone(0) == State({}, a_world(0), departed=frozenset({0}))
     assert State({0: a_worker(0, WAITING, 3)}, a_world(0)).gone(0) == State({}, a_world(0)), "it had not joined"
     assert State({}).gone(7) == State({})
+
+
+# Members that do not hear others
+
+
+THREE = Desired(3, (1, 2, 3), frozenset({0, 1, 2}))
+
+
+def a_peer(id: int, standing=TRAINING, generation=4, **fields) -> Member:
+    return Member(id, f"host-{id}:29500", standing, generation, NOW, **{"noticed": NOW, **fields})
+
+
+def a_state(*members: Member, called: Call | None = None, lost=None, ranks=(0, 1, 2)) -> State:
+    before = World(4, ranks, "host-0:29500", "it was so", 900.0)
+    return State({m.id: m for m in members}, before, called, lost=lost or {})
+
+
+def found(state: State, now=NOW, wanted=THREE) -> Decision:
+    return decide(state, wanted, now)
+
+
+def a_silent_worker(*, refused=()) -> State:
+    """Workers 0 and 1 do not hear worker 2, which is still known to train."""
+    return a_state(*(a_peer(id, unheard=(2,), refused=refused) for id in (0, 1)), a_peer(2))
+
+
+def stopped(state: State, *ids: int) -> State:
+    """These have put down what they did."""
+    for id in ids:
+        state = state.reported(replace(state.members[id], standing=WAITING))
+    return state
+
+
+def test_survivors_wait_neither_for_a_silent_worker_to_stop_nor_for_it_to_come_back():
+    state = a_silent_worker()
+    call = found(state)
+    assert call == Call(5, "lost worker 2: workers 0 and 1 do not hear it", False, NOW, cause=Cause.LOST, lost=(2,))
+    state = state.after(call)
+    assert found(state) == Wait("waiting for workers 0 and 1 to stop (10 s left)", NOW + 10)
+    state = stopped(state, 0, 1)
+    assert found(state) == World(5, (0, 1), "host-0:29500", f"{call.reason}; training goes on with 2 of 3", NOW)
+
+
+def test_a_process_that_is_gone_is_lost_at_once_and_may_come_back_in_time():
+    state = a_silent_worker(refused=(2,))
+    call = found(state)
+    assert call == Call(5, "lost worker 2: it refuses connections", False, NOW, cause=Cause.LOST)
+    state = stopped(state.after(call), 0, 1)
+    assert found(state) == Wait("waiting for worker 2 (1 s left), then training goes on with 2 of 3", NOW + 1)
+    assert found(state.reported(a_peer(2, WAITING, 0))) == World(
+        5, (0, 1, 2), "host-0:29500", f"{call.reason}; training goes on with all 3", NOW
+    )
+
+
+def test_who_was_lost_is_named_apart_from_who_went():
+    state = a_state(a_peer(0, unheard=(2,)), a_peer(1, unheard=(2,)), a_peer(2), ranks=(0, 1, 2, 3))
+    assert found(state, wanted=Desired(4, (1, 2, 3, 4))) == Call(
+        5, "lost workers 2 and 3: workers 0 and 1 do not hear worker 2", False, NOW, cause=Cause.LOST, lost=(2,)
+    )
+
+
+def test_a_pending_call_hears_of_workers_that_are_lost():
+    state = replace(a_silent_worker(), called=Call(5, "worker 0 failed", False, NOW - 1, cause=Cause.FAILED))
+    assert found(state) == Call(5, "lost worker 2: workers 0 and 1 do not hear it", False, NOW - 1, cause=Cause.LOST, lost=(2,))
+    planned = replace(state, called=Call(5, "growing from 3 to 4 with worker 3", True, NOW - 1, cause=Cause.GROW))
+    assert found(planned) == Call(5, "lost worker 2: workers 0 and 1 do not hear it", False, NOW, cause=Cause.LOST, lost=(2,))
+
+
+def test_reports_of_an_older_world_say_nothing_of_this_one():
+    members = [a_peer(id, generation=3, unheard=(0, 1, 2)) for id in range(3)]
+    assert found(a_state(*(replace(m, generation=4, unheard=()) for m in members))) == Wait("3 workers train in generation 4")
+    late = a_state(*members, called=None)
+    assert found(replace(late, since=NOW)) == Wait("waiting for workers 0, 1 and 2 to join generation 4 (10 s left)", NOW + 10)
+
+
+def test_a_worker_that_has_yet_to_report_is_not_waited_for_when_its_peers_do_not_hear_it():
+    state = replace(a_state(a_peer(0), a_peer(1)), since=NOW)
+    assert found(state) == Wait("waiting for worker 2 to report (10 s left)", NOW + 10)
+    state = state.reported(a_peer(0, unheard=(2,), refused=(2,)))
+    assert found(state) == Call(5, "lost worker 2", False, NOW, cause=Cause.LOST)
+
+
+def test_a_worker_that_is_done_needs_nobody():
+    members = [a_peer(0, unheard=(2,)), a_peer(1, unheard=(2,)), a_peer(2, DONE)]
+    assert found(a_state(*members)) == Wait("worker 2 is done; waiting for workers 0 and 1 to finish")
+
+
+def test_a_worker_that_hears_nobody_costs_nothing_before_its_call_is_answered():
+    state = a_state(a_peer(0), a_peer(1), a_peer(2, unheard=(0, 1)))
+    assert found(state) == Wait("3 workers train in generation 4", NOW + 1)
+    call = found(state, NOW + 1)
+    assert call == Call(
+        5, "worker 2 does not hear workers 0 and 1: call all, to find out which are alive", False, NOW + 1, cause=Cause.LOST
+    )
+    state = stopped(state.after(call), 0, 1)
+    again = found(state, NOW + 1.5)
+    assert again == Call(5, "lost worker 2: it does not hear the others", False, NOW + 1, cause=Cause.LOST, lost=(2,))
+    assert found(state.after(again), NOW + 1.5) == World(
+        5, (0, 1), "host-0:29500", f"{again.reason}; training goes on with 2 of 3", NOW + 1.5
+    )
+
+
+def test_a_worker_that_was_lost_is_kept_out_for_a_while_and_longer_each_time():
+    state = a_silent_worker()
+    for held_s, generation in ((10, 5), (20, 7)):
+        state = state.after(found(state))
+        state = stopped(state, 0, 1)
+        formed = found(state)
+        assert isinstance(formed, World)
+        assert (formed.generation, formed.members) == (generation, (0, 1))
+        state = state.after(formed)
+        for id in (0, 1):
+            state = state.reported(Member(id, f"host-{id}:1", TRAINING, generation, NOW))
+        state = state.reported(Member(2, "host-2:1", WAITING, 0, NOW))
+        until = NOW + held_s
+        assert found(state, until - 1) == Wait(
+            f"2 workers train in generation {generation}; worker 2 was lost and may join again (1 s left)",
+            until,
+            f"2 workers train in generation {generation}; worker 2 was lost and may join again",
+        )
+        call = found(state, until)
+        assert call == Call(generation + 1, "growing from 2 to 3 with worker 2", True, until, cause=Cause.GROW)
+        members = [Member(id, f"host-{id}:1", WAITING, generation, NOW) for id in (0, 1)]
+        for member in members:
+            state = state.after(call).reported(member)
+        formed = found(state, until)
+        assert isinstance(formed, World)
+        state = state.after(formed)
+        for id in (0, 1, 2):
+            unheard = (2,) if id < 2 else ()
+            member = Member(id, f"host-{id}:1", TRAINING, generation + 1, NOW, unheard=unheard, noticed=NOW)
+            state = state.reported(member)
+    assert state.lost[2].times == 2
+
+
+def test_a_worker_that_the_smallest_world_needs_is_not_kept_out():
+    lost = {2: Loss(NOW)}
+    state = a_state(a_peer(0, WAITING), a_peer(1, WAITING), a_peer(2, WAITING, 0), called=Call(5, "so", False, NOW), lost=lost)
+    formed = found(state, wanted=Desired(3, (3,)))
+    assert formed == World(5, (0, 1, 2), "host-0:29500", "so; training goes on with all 3", NOW)
+    state = state.after(formed)
+    for id in range(4):
+        state = state.reported(a_peer(id, TRAINING if id < 3 else WAITING, 5))
+    assert found(state, wanted=Desired(3, (3,))) == Wait("3 workers train in generation 5")
+
+
+def test_what_is_said_of_peers_changes_no_standing():
+    state = State({}).reported(Member(0, "host-0:1", WAITING, 4, NOW))
+    state = state.reported(Member(0, "host-0:1", WAITING, 4, NOW + 5, unheard=(1,), noticed=NOW + 5))
+    assert state.members[0] == Member(0, "host-0:1", WAITING, 4, NOW, unheard=(1,), noticed=NOW + 5)
+    same = state.reported(Member(0, "host-0:1", WAITING, 4, NOW + 9, unheard=(1,), noticed=NOW + 9))
+    assert same is state
+    more = state.reported(Member(0, "host-0:1", WAITING, 4, NOW + 9, unheard=(1, 2), noticed=NOW + 9))
+    assert more.members[0].noticed == NOW + 9

@@ -1,4 +1,4 @@
-"""A worker's agent: the worker's first process on this machine, or its second in a pod (`agent.pid1`).
+"""A worker's agent: the worker's first process on this machine, or its second in a pod (`os_calls.stand_by`).
 
 The agent imports no torch, and outlives all processes that it starts. It carries out the decisions of `agent.lifecycle`, trains
 in successive worlds (`agent.world_loop`, in a thread), and exits with a code from `contract.Exit`. Its state on disk
