@@ -15,8 +15,8 @@ import pytest
 BEFORE = """
 import ctypes, os, signal, subprocess, sys, time
 ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER
-from outlast.worker.launch import os_calls
-os_calls.split()
+from outlast.worker.agent import pid1
+pid1.split()
 """
 ORPHANS = 20
 BUSY = f"""

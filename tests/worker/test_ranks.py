@@ -25,10 +25,9 @@ from outlast.job.workerfiles.progress_file import Progress
 from outlast.rendezvous import root_cause
 from outlast.rendezvous.membership import LOOK_S, Membership
 from outlast.rendezvous.who_trains import World
-from outlast.worker.agent import ranks as agent_ranks
 from outlast.worker.agent import reporter
 from outlast.worker.agent.ranks import Ranks
-from outlast.worker.hangs import hang_limit
+from outlast.worker.hangs import hang_limit, stacks
 from outlast.worker.launch import rank_failures, training_process
 from outlast.worker.launch.rank_failures import Ended, Start, Verdict
 
@@ -292,11 +291,11 @@ def test_a_process_that_a_nameless_signal_has_ended_is_told_of(start: Start) -> 
 
 def test_the_stacks_of_many_ranks_take_no_longer_than_those_of_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
-    monkeypatch.setattr(agent_ranks, "DUMP_TIMEOUT_S", 1)
+    monkeypatch.setattr(stacks, "DUMP_TIMEOUT_S", 1)
     (tmp_path / "py-spy").write_text("#!/bin/sh\nexec sleep 60\n")
     (tmp_path / "py-spy").chmod(0o755)
     began = time.monotonic()
-    agent_ranks.dump_stacks(list(range(1, 17)), tmp_path / "stacks")
+    stacks.dump(list(range(1, 17)), tmp_path / "stacks")
     assert time.monotonic() - began < 16
     assert (tmp_path / "stacks").read_text().count("no stack") == 16
 

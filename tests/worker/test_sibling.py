@@ -62,7 +62,7 @@ def test_what_an_agent_adds_for_its_warm_process_does_not_keep_that_from_forking
         seen.extend(each for each in args if isinstance(each, Mapping))
         raise Stopped
 
-    for owner, name in ((start.os_calls, "stand_by"), (start, "Output"), (start.os_calls, "entitle")):
+    for owner, name in ((start.pid1, "stand_by"), (start, "Output"), (start.os_calls, "entitle")):
         monkeypatch.setattr(owner, name, mock.Mock())
     monkeypatch.setattr(sibling, "start_warm", taken)
     with pytest.raises(Stopped):

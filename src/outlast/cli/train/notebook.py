@@ -54,9 +54,9 @@ def notebook(
       outlast notebook work --bind 0.0.0.0 --token-file token.txt
     """
     from outlast.local import jupyter
-    from outlast.worker.launch import os_calls
+    from outlast.worker.agent import pid1
 
-    os_calls.stand_by()  # in a pod, this process reaps jobs that outlive their kernels
+    pid1.stand_by()  # in a pod, this process reaps jobs that outlive their kernels
     jupyter.check()
     base = jupyter.base(os.environ) if kubeflow else "/"
     if base != "/" and token_file is None and jupyter.TOKEN not in os.environ:

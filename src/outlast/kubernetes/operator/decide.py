@@ -25,6 +25,7 @@ from outlast.kubernetes.operator.rules import (
     rendezvous_calls,
     replaced_workers,
     status_progress,
+    waiting_in_queue,
 )
 
 
@@ -48,7 +49,7 @@ RULES: tuple[Callable[[ReconcilePass], None], ...] = (
     job_end.finished,
     job_start.unreadable,
     job_start.new_or_changed,
-    job_start.queued,
+    waiting_in_queue.queued,
     job_end.workers_done,
     counted_failures.repaired_failures,
     replaced_workers.ended_workers,

@@ -1,4 +1,4 @@
-"""A worker's agent: the worker's first process on this machine, or its second in a pod (`os_calls.stand_by`).
+"""A worker's agent: the worker's first process on this machine, or its second in a pod (`agent.pid1`).
 
 The agent imports no torch, and outlives all processes that it starts. It carries out the decisions of `agent.lifecycle`, trains
 in successive worlds (`agent.world_loop`, in a thread), and exits with a code from `contract.Exit`. Its state on disk
@@ -43,7 +43,7 @@ from outlast.worker.agent import (
 )
 from outlast.worker.agent.launcher_watch import LauncherWatch
 from outlast.worker.agent.lifecycle import Phase
-from outlast.worker.hangs import hang_limit
+from outlast.worker.hangs import hang_limit, stacks
 from outlast.worker.launch import bytecode, package_copy, sibling, warm_supervisor
 
 if TYPE_CHECKING:
@@ -384,7 +384,7 @@ class Agent:
 
     def _end_hang(self, victims: Sequence[tuple[hang_limit.Process, str]], processes: Sequence[hang_limit.Process]) -> None:
         file = self.output / contract.LOGS / f"stacks-worker-{self.index}-{time.strftime('%Y%m%d-%H%M%S')}.txt"
-        ranks.dump_stacks([process.progress.pid for process in processes], file)
+        stacks.dump([process.progress.pid for process in processes], file)
         for process, reason in victims:
             record = process.progress
             print(f"outlast | rank {record.rank} on worker {self.index} {reason}; stacks in {file}", flush=True)

@@ -1,4 +1,4 @@
-"""Observes a worker's training processes for its agent: which are alive, how long each has been silent, and where those hang.
+"""Observes a worker's training processes for its agent: which of them are alive, and how long each has been silent.
 
 A process is identified by pid and start time, since pids are reused. It is silent from the last observed change in its progress
 or heartbeat (`workerfiles.progress_file`). The clock (`clock.Awake`) stops while the agent is stopped, so neither a jump of the
@@ -10,11 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import subprocess
-import sys
-import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from outlast.base.clock import Seen
@@ -24,8 +20,6 @@ from outlast.worker.hangs.hang_limit import Process
 
 FROZEN_S = 10.0
 """Seconds without a heartbeat after which native code probably holds the GIL. Using CPU time then counts as activity."""
-DUMP_TIMEOUT_S = 10.0
-"""Timeout for py-spy in seconds. The agent writes no heartbeat meanwhile, and counts as stuck after 20 s."""
 
 
 class Ranks:
@@ -85,23 +79,3 @@ def _state(record: progress_file.Progress) -> str:
     """Return the state letter (proc(5)) of a record's process; empty if the process has ended."""
     state, started = progress_file.kernel(record.pid)
     return state if record.started in (0, started) else ""
-
-
-def dump_stacks(pids: list[int], path: Path) -> None:
-    """Write the processes' Python stacks to `path` with py-spy, or its error if it fails, before the agent kills them."""
-    py_spy = Path(sys.executable).with_name("py-spy")
-    end = time.monotonic() + DUMP_TIMEOUT_S
-    with ThreadPoolExecutor(max(1, len(pids))) as pool:
-        texts = list(pool.map(lambda pid: _stack(py_spy, pid, end - time.monotonic()), pids))
-    with contextlib.suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text("\n".join(texts))
-
-
-def _stack(py_spy: Path, pid: int, seconds: float) -> str:
-    argv = [str(py_spy), "dump", "--nonblocking", "--pid", str(pid)]
-    try:
-        done = subprocess.run(argv, capture_output=True, text=True, timeout=seconds, check=False)
-        return done.stdout or f"process {pid}: py-spy failed: {done.stderr}"
-    except (OSError, subprocess.TimeoutExpired) as problem:
-        return f"process {pid}: no stack: {problem}\n"

@@ -11,6 +11,7 @@ from pathlib import Path
 from outlast.base.errors import OutlastError
 from outlast.job import contract
 from outlast.job.workerfiles.log_pipe import Output
+from outlast.worker.agent import pid1
 from outlast.worker.launch import os_calls, package_copy, relocatable, sibling
 from outlast.worker.prepare import image_python
 
@@ -20,7 +21,7 @@ def main(_: list[str]) -> None:
     starts the warm process later. If the image has its own Outlast, that one runs instead of the injected copy."""
     if relocatable.home() and (installed := shutil.which("outlast")):
         os.execv(installed, [installed, "agent"])
-    os_calls.stand_by()
+    pid1.stand_by()
     os_calls.entitle(f"agent {os.environ[contract.Env.WORKER]}")
     package_copy.hold()
     log = Output()

@@ -1,5 +1,4 @@
-"""Calls to the operating system for daemons, process titles, glibc's settings, process 1, and children that die with their
-parent."""
+"""Calls to the operating system for daemons, process titles, glibc's settings, and children that die with their parent."""
 
 from __future__ import annotations
 
@@ -88,43 +87,3 @@ def streaming(environ: Mapping[str, str]) -> dict[str, str]:
     if any(each.partition("=")[0] == _NAME for each in tunables):
         return {}
     return {VARIABLE: ":".join([*tunables, f"{_NAME}={LARGE:#x}"])}
-
-
-_FAULTS = {signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE}
-"""Signals for faults in the process itself. These signals cannot be blocked."""
-
-
-def stand_by() -> None:
-    """If this is process 1 in a pod, fork and return only in the child; otherwise return at once.
-
-    Process 1 runs the agent as its child, forwards signals, and reaps orphans, e.g. data loaders of a killed rank; otherwise they
-    remain zombies until the pod reaches its pid limit. The agent cannot reap them, since waiting for *any* child would consume
-    the exit codes of its own children. So process 1 forks before the agent has threads, files or children. Another program may be
-    process 1 (a shared process namespace, `docker run --init`).
-    """
-    if os.getpid() == 1:
-        split()
-
-
-def split() -> None:
-    """Fork, and return in the child. The parent reaps processes until the child ends, and exits with the child's code."""
-    signals = signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP} - _FAULTS
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, signals)  # so that no signal is lost between fork and wait
-    child = os.fork()
-    if child == 0:
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        return
-    entitle("init")
-    os._exit(_attend(child, signals))
-
-
-def _attend(child: int, signals: set[signal.Signals]) -> int:
-    while True:
-        number = signal.sigwait(signals)
-        if number != signal.SIGCHLD:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(child, number)
-            continue
-        while (ended := os.waitpid(-1, os.WNOHANG))[0]:
-            if ended[0] == child:
-                return contract.exit_code(os.waitstatus_to_exitcode(ended[1]))

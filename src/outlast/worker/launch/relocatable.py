@@ -83,7 +83,7 @@ def make(directory: Path) -> None:
     library = directory / "python" / "lib" / f"python{sys.version_info.major}.{sys.version_info.minor}"
     (directory / "python" / "bin").mkdir(parents=True, exist_ok=True)
     shutil.copy2(os.path.realpath(sys.executable), directory / "python" / "bin" / "python")
-    if (py_spy := Path(sys.executable).with_name("py-spy")).is_file():  # where `agent.ranks` looks for it
+    if (py_spy := Path(sys.executable).with_name("py-spy")).is_file():  # where `hangs.stacks` looks for it
         shutil.copy2(py_spy, directory / "python" / "bin")
     unused = shutil.ignore_patterns(*_UNUSED)
     shutil.copytree(sysconfig.get_path("stdlib"), library, ignore=unused)
