@@ -1,6 +1,6 @@
 """A job's restart budget, which progress refunds. Pure: the time is an argument.
 
-The coordinator calls `judge` once for every failed generation, and stores the returned `History`. Interruptions cost nothing. A
+The coordinator calls `judge` once for every failed attempt, and stores the returned `History`. Interruptions cost nothing. A
 configuration error stops the job at once. Every other failure costs one restart, which is refunded once the failure lies outside
 the window or the committed step has advanced. The job stops early if a step fails three times in a row, or if every rank raises
 the same script error before its first step.

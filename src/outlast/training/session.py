@@ -88,7 +88,7 @@ def run(train: Callable[[], T]) -> T:
     """Call `train`, which opens a session, and return its result. Call it again in each later world, in the same process.
 
     Without this, each new world starts new processes. With it, processes continue if their worker stays: after a planned change
-    of the world, and if the loss of another worker has broken a collective. What the script has set up outside of `train`
+    of the world, and if the loss of another one has broken a collective. What the script has set up outside of `train`
     (imports, the device's context, data) remains; what depends on the rank or the world's size belongs inside. `train` begins
     like in a new process, and its session resumes from the newest state. An exception of the script's own passes, and a process
     that cannot be kept is replaced.
