@@ -112,7 +112,7 @@ def check(run: Run, before: CoordinatorState, after: CoordinatorState) -> None:
         # No step was made in a world that one who holds the state has never taken up.
         out = {id for id, loss in before.lost.items() if now < loss.at + loss.held_s}
         late = [members[id] for id in ranks if id in members.keys() - out and members[id].generation < generation]
-        stepped = min([generation, *(m.generation for m in late if m.held)])
+        stepped = min([generation or math.inf, *(m.generation for m in late if m.held)])  # without a world, members are believed
         survivors = [id for id in ranks if id in new.members and members[id].generation >= stepped]
         assert list(new.members[: len(survivors)]) == survivors
         newest = max((min(members[id].generation, stepped), members[id].held) for id in new.members)

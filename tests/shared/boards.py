@@ -44,6 +44,8 @@ from simulated_etcd import Link, SimulatedEtcd, Watch
 TICK_S = 0.5
 RETURNS_S = 1.0
 """Seconds after which a worker that has ended is started again."""
+GRACE_S = 75.0
+"""Seconds that a worker has to leave."""
 NO_PID = (1 << 22) + 1
 """A number that no process has: tests must not signal one."""
 KILLED = {"rank": 0, "code": 137, "reason": "a rank was killed by SIGKILL", "time": 0.0}
@@ -75,6 +77,8 @@ class Process:
     hangs: bool = False
     """Whether its training does not stop when it is told to."""
     heard_at: float = 0.0
+    leaves_by: float = math.inf
+    """The end of its grace period, once it leaves."""
     reads: bool = False
     """Whether it is connected."""
     written: Report | None = None
@@ -239,7 +243,7 @@ class Run:
                 and (not process.hangs and (me.standing == "training" or not told.called.planned))
             ):
                 process.report = me.changed("waiting", held=1, owes=not told.called.planned)
-            case MemberState.LEAVING if called > me.generation:
+            case MemberState.LEAVING if called > me.generation or self.now > process.leaves_by:
                 return self.exit(id, process)
         unheard = self._unheard(process)
         refused = tuple(other for other in unheard if other not in {each.side.id for each in self.members.values()})
@@ -314,7 +318,7 @@ class Run:
     def leave(self, id: int) -> None:
         process = self.members[id]
         if process.report.standing == MemberState.TRAINING:
-            process.report = process.report.changed("leaving")
+            process.report, process.leaves_by = process.report.changed("leaving"), self.now + GRACE_S
         elif process.report.standing == MemberState.WAITING:
             self.exit(id, process)
 
