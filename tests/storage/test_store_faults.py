@@ -436,17 +436,20 @@ def test_a_forgotten_journal_leaves_nothing_in_the_store(proxy: Proxy, tmp_path:
     begun(proxy, path, None)
 
 
-def test_a_copy_too_large_for_one_request_is_made_of_parts(proxy: Proxy, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_copy_too_large_for_one_request_is_made_of_parts(
+    moto_proxy: Proxy, file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rclone cannot copy parts, which is an error that says so."""
     monkeypatch.setattr(multipart, "COPIED", multipart.PART)
-    place = filled(proxy)
+    place = filled(moto_proxy)
     place.upload(file, "x")
-    proxy.forget()
-    proxy.fault = lambda request: (
+    moto_proxy.forget()
+    moto_proxy.fault = lambda request: (
         faults.refused("InvalidRequest", 400) if "x-amz-copy-source" in request.headers and "?" not in request.path else None
     )
     place.copy("x", "y")
     assert place.get("y") == file.read_bytes()
-    assert uploads(proxy) == []
+    assert uploads(moto_proxy) == []
 
 
 # Signals
