@@ -491,6 +491,30 @@ def test_what_is_heard_counts_from_the_end_of_a_break(world: World) -> None:
     assert heard[-1] <= 0.25
 
 
+def test_a_leader_whose_first_request_is_answered_late_renews_in_time(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As when an API server goes on after a standstill."""
+    clock, left, cluster = [0.0], [], world.connect()
+    a = Leadership(cluster, "a", "default", clock=lambda: clock[0])
+    ask = cluster.get
+
+    def late(*args: Any, **options: Any) -> Document:
+        clock[0] += 3.5 if not left else 0.0
+        left.append(a.lost_leadership)
+        return ask(*args, **options)
+
+    def wait(seconds: float) -> bool:
+        clock[0] += seconds
+        left.append(a.lost_leadership)
+        return False
+
+    monkeypatch.setattr(cluster, "get", late)
+    stop = threading.Event()
+    monkeypatch.setattr(stop, "wait", wait)
+    monkeypatch.setattr(stop, "is_set", lambda: len(left) >= 10)
+    a.run(stop)
+    assert left == [False] * 10
+
+
 def test_a_leader_that_cannot_renew_its_lease_acts_no_more(world: World) -> None:
     clock = [0.0]
     a = Leadership(world.connect(), "a", "default", clock=lambda: clock[0])

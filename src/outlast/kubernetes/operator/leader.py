@@ -127,12 +127,14 @@ class Leadership:
     def run(self, stop: threading.Event) -> None:
         """Acquire and renew the Lease until `stop` is set or the Lease is lost, then release it if it is still held."""
         while not stop.is_set() and not self.lost_leadership:
+            begun = self._clock()
             try:
                 self.acquire_or_renew()
             except ClusterError as error:
                 self._log_once(f"the Lease {self.namespace}/{OPERATOR} cannot be acquired or renewed: {error}")
-            # A standby polls more often, to take over soon.
-            stop.wait(self._interval_s if self.is_leader() else self._interval_s / 2)
+            # A standby polls more often, to take over soon. A slow response must not delay the next renewal.
+            interval_s = self._interval_s if self.is_leader() else self._interval_s / 2
+            stop.wait(max(0.1 * interval_s, begun + interval_s - self._clock()))
         self.release()
 
     def acquire_or_renew(self) -> None:
