@@ -182,8 +182,10 @@ class Struck:
         agents, pids = self.victims(kind, status)
         records = self.records(status)
         held = max(((each.generation, each.attempt, each.snapshot) for each in records if each.snapshot), default=self.held)
+        events = self.machine.backend.events(self.name)
+        restored = max((int(event["step"]) for event in events if event["kind"] == "restored"), default=0)
         # a new world that has restored it has no replicas yet, and a killed process may have written once more after we read
-        if held[2] > self.held[2] and (held[:2] > self.held[:2] or not self.lost):
+        if held[2] > self.held[2] and (not self.lost or (held[:2] > self.held[:2] and held[2] > restored)):
             self.held, self.lost = held, set()
         self.lost |= agents
         survives = min(self.replicas, len(status.workers) - 1)
