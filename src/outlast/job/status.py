@@ -100,9 +100,13 @@ class WorkerStatus(_Model):
     @property
     def suspicions(self) -> list[str]:
         """Sentences about ranks that are slow or that differ, and about processes that could have stayed."""
-        times = units.count(self.replaced, "time")
-        replaced = f"worker {self.index} has replaced its processes {times}, although they could have stayed; its log says why"
-        return [sentence for sentence in (self.slow, self.differs, replaced if self.replaced else "") if sentence]
+        found = [sentence for sentence in (self.slow, self.differs) if sentence]
+        if self.replaced:
+            times = units.count(self.replaced, "time")
+            found.append(
+                f"worker {self.index} has replaced its processes {times}, although they could have stayed; its log says why"
+            )
+        return found
 
 
 class BestStatus(_Model):

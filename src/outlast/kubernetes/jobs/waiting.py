@@ -133,11 +133,8 @@ class Waiter:
         return "is cancelled; what it has saved stays"
 
     def _request_status(self, *, query_agents: bool) -> JobStatus | None:
-        try:
-            workload = self.workloads.cluster.get(self._kind, self._title)
-        except Absent:
-            return None
-        if workload["metadata"]["uid"] != self._uid:
+        workload = self.workloads.cluster.find(self._kind, self._title)
+        if workload is None or workload["metadata"]["uid"] != self._uid:
             return None
         ended = job_status.final_state(workload) is not None
         query_agents = query_agents or ended or self._kind is kinds.STATEFUL_SET  # only its agents know its end

@@ -171,10 +171,7 @@ class _Execution:
 
     def _existing(self, document: Document) -> Document | None:
         meta = document["metadata"]
-        try:
-            return self.cluster.get(kind_of(document), meta["name"], namespace=meta.get("namespace"))
-        except Absent:
-            return None
+        return self.cluster.find(kind_of(document), meta["name"], namespace=meta.get("namespace"))
 
     def _create_pod(self, pod: Document) -> tuple[str, bool] | None:
         """Create a pod, or return a sentence about the obstacle and whether it is permanent. If the job's pod exists but lacks

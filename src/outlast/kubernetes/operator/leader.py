@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, Literal
 
-from outlast.base.errors import Absent, ClusterError, Conflict, Taken
+from outlast.base.errors import ClusterError, Conflict, Taken
 from outlast.job.contract import OPERATOR
 from outlast.kubernetes import api
 from outlast.kubernetes.api.kinds import LEASE
@@ -140,10 +140,7 @@ class Leadership:
     def acquire_or_renew(self) -> None:
         """Read the Lease once, and acquire or renew it if possible. Raises ClusterError."""
         requested_at = self._clock()
-        try:
-            lease: Document | None = self.cluster.get(LEASE, OPERATOR, namespace=self.namespace)
-        except Absent:
-            lease = None
+        lease = self.cluster.find(LEASE, OPERATOR, namespace=self.namespace)
         answered_at = self._clock()
         if self._answer_is_overdue(answered_at):
             self._answering_since = answered_at

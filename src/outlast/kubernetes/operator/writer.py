@@ -83,8 +83,12 @@ class Writer:
         self._cluster, self._cache, self._metrics, self._is_leader = cluster, cache, metrics, is_leader
 
     def get(self, kind: Kind, name: str, *, namespace: str | None = None) -> Document:
-        """Return an object from the server, not from the cache."""
+        """Return an object from the server, not from the cache. Raises Absent if it does not exist."""
         return self._cluster.get(kind, name, namespace=namespace)
+
+    def find(self, kind: Kind, name: str, *, namespace: str | None = None) -> Document | None:
+        """Return an object from the server, not from the cache, or None if it does not exist."""
+        return self._cluster.find(kind, name, namespace=namespace)
 
     def create(self, document: Document) -> Document:
         kind = self._check_and_count(kind_of(document), "create")

@@ -374,7 +374,9 @@ class Agent:
                 self._launcher.look()
             if self._store and self._upload.ensure_running(processes):
                 self._superseded(self._upload.report.get("error", ""))
-        self.reporter.report(self.worker, processes, self._upload, self._loop.replaced if self._loop else 0)
+        if self._loop:
+            self.reporter.replaced = self._loop.replaced
+        self.reporter.report(self.worker, processes, self._upload)
         if processes:
             reached = self.reporter.metrics
             self._status_server.look(reached["step"], reached.get("target_step"), rank=processes[0].progress.rank)

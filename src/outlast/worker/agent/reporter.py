@@ -37,7 +37,8 @@ class Reporter:
         self.metrics: Mapping[str, float] = {}
         self.probes = ""
         self.displaced = False
-        self._replaced = 0
+        self.replaced = 0
+        """Number of times that new processes had to start, although the old ones could have stayed."""
         self._state, self._log, self._limit_s = state, log, limit_s
         self._logged = LoggedStep(pod=pod)
         self._written: dict[str, Any] = {}
@@ -46,8 +47,7 @@ class Reporter:
         self._samples: list[Sample] = []
         """Summaries, and metrics with additional labels."""
 
-    def report(self, worker: Worker, processes: Sequence[hang_limit.Process], upload: UploadProcess, replaced: int = 0) -> None:
-        """`replaced` is the number of times that new processes had to start, although the old ones could have stayed."""
+    def report(self, worker: Worker, processes: Sequence[hang_limit.Process], upload: UploadProcess) -> None:
         training = worker.phase is Phase.TRAINING
         in_world = training and any(process.progress.phase not in ("done", "waiting") for process in processes)
         state = str(worker.phase)
@@ -56,9 +56,8 @@ class Reporter:
         self._logged.look(processes, self._log)
         still = next((p.where for p in processes if p.silent_s > STANDSTILL_S and p.where), "") if in_world else ""
         ranks = [{"rank": p.progress.rank, "local_rank": p.local_rank, "pid": p.progress.pid} for p in processes]
-        self._replaced = replaced
         self.write(state, worker, upload, ranks=ranks, still=still)
-        metrics = {"leaving": float(bool(worker.leaving)), "processes_replaced_total": float(replaced), **upload.metrics()}
+        metrics = {"leaving": float(bool(worker.leaving)), "processes_replaced_total": float(self.replaced), **upload.metrics()}
         healthy, reason = True, state
         if processes:
             silent_s = min(process.silent_s for process in processes)
@@ -116,7 +115,7 @@ class Reporter:
             "probes": self.probes,
             "pushed": upload.report,
             "displaced": self.displaced,
-            "replaced": self._replaced,
+            "replaced": self.replaced,
             "still": still,
         }
         if record == self._written or not self._state.is_dir():
