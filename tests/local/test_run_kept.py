@@ -91,6 +91,18 @@ def test_processes_outlive_the_loss_of_another_and_change_no_bit(machine, undist
 
 
 @pytest.mark.slow
+def test_processes_outlive_one_that_is_stopped_once_it_is_killed_for_that(machine, undisturbed):
+    args = ("--steps=60", "--pause=0.04", "--gate", "--keep")
+    name = machine.submit(machine.job(args=args, hang={"limit": "3s"}, checkpoint={"every": "1h"}))
+    before = machine.at_step(name, 15)
+    os.kill(before.workers[1].ranks[0].pid, signal.SIGSTOP)
+    machine.wait(name, lambda s: s.restarts == 1 and s.step > before.step + 5)
+    status = machine.end(name, hurry=True)
+    assert (status.state, status.restarts) == (State.SUCCEEDED, 1), status.reason
+    assert machine.final(name) == undisturbed(args[:3], 2)
+
+
+@pytest.mark.slow
 def test_a_process_that_notices_the_loss_late_is_replaced_and_the_status_says_so(machine, undisturbed):
     args = ("--steps=6", "--pause=2.5", "--keep")
     name = machine.submit(machine.job(args=args, checkpoint={"every": "1h"}))

@@ -96,10 +96,10 @@ class Struck:
         return [each for each in there if (each.generation, each.attempt) == newest]
 
     def trains(self, status: JobStatus) -> bool:
-        """Whether all processes of a world make steps."""
+        """Whether all processes of a world make steps: none is gone, stopped or dead, which may not have been noticed yet."""
         records = self.records(status)
         return len(records) == len(status.world) * status.processes > 0 and all(
-            each.phase in ("train", "save") and moves(each.pid) for each in records
+            each.phase in ("train", "save") and progress_file.kernel(each.pid)[0] not in ("", "T", "Z") for each in records
         )
 
     def settle(self) -> JobStatus:
@@ -264,13 +264,6 @@ class Struck:
         sure = sure if all(each.kind in KINDS for each in self.strikes) else 0
         counted = sum(bool(event["counted"]) for event in failures)
         assert sure <= status.restarts == counted <= most, f"each failure counts once: {failures}"
-
-
-def moves(pid: int) -> bool:
-    """Whether a process is there, and neither stopped nor dead: one that was just struck may not have been missed yet."""
-    with contextlib.suppress(psutil.NoSuchProcess):
-        return psutil.Process(pid).status() not in (psutil.STATUS_STOPPED, psutil.STATUS_ZOMBIE)
-    return False
 
 
 def titled(process: psutil.Process, title: str) -> bool:

@@ -58,6 +58,10 @@ SITUATIONS: dict[str, tuple[tuple[Any, ...], Restart | Stop]] = {
         failing(a_kill()),
         Restart(a_history((0, 20, None)), 1, f"{KILLED} at step 40; restart 1 of 10"),
     ),
+    "failures without progress add up": (
+        failing(a_kill(), (-60, 20, None)),
+        Restart(a_history((-60, 20, None), (0, 20, None)), 2, f"{KILLED} at step 40; restart 2 of 10"),
+    ),
     "a failure before the first step names no step": (
         failing(a_failure(step=None)),
         Restart(a_history((0, 20, None)), 1, f"{RAISED}; restart 1 of 10"),
@@ -126,6 +130,10 @@ SITUATIONS: dict[str, tuple[tuple[Any, ...], Restart | Stop]] = {
         failing(a_hang(), (-5400, 20, 40), (-1600, 20, 40)),
         Stop(f"{HUNG}; it has hung here 3 times in a row", 137, End.NO_PROGRESS),
     ),
+    "hangs at different steps are only counted": (
+        failing(a_hang(), (-3000, 20, 40), (-1600, 20, 39)),
+        Restart(a_history((-3000, 20, 40), (-1600, 20, 39), (0, 20, 40)), 3, f"{HUNG}; restart 3 of 10"),
+    ),
 }
 
 
@@ -142,6 +150,7 @@ def test_a_step_that_runs_out_of_memory_three_times_in_a_row_ends_the_job_like_o
     again = "it has run out of memory at step 40 3 times in a row"
     assert judged(starved, (0, 20, 40), (0, 20, 40)) == Stop(f"rank 1 on worker 1 was killed; {again}", 137, End.NO_PROGRESS)
     assert isinstance(judged(starved, (0, 20, 39), (0, 20, 40)), Restart)
+    assert isinstance(judged(a_kill(), (0, 20, 40), (0, 20, 40)), Restart), "a kill says nothing of its step"
     full = a_failure(cause=FailureCause.DISK_FULL)
     assert isinstance(judged(full, *[(0, 20, 40)] * 8, policy=a_policy(limit=99)), Restart), "somebody may make room"
     assert isinstance(judged(full, *[(0, 20, 40)] * 9, policy=a_policy(limit=99)), Stop)
@@ -212,3 +221,13 @@ def test_a_job_is_restarted_at_most_limit_times_without_progress(failures, limit
         if verdict.counted:
             without_progress.append(now)
             assert verdict.number == len(without_progress) <= limit
+
+
+@given(limit=st.integers(1, 20), extra=st.integers(0, 5))
+def test_a_job_that_advances_between_failures_runs_for_ever(limit, extra):
+    history: History = ()
+    for step in range(limit + extra + 1):
+        verdict = judge(history, a_failure(step=step), step, NOW + step, a_policy(limit))
+        assert isinstance(verdict, Restart)
+        assert verdict.number == 1
+        history = verdict.history

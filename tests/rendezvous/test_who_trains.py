@@ -112,6 +112,14 @@ SITUATIONS: dict[str, tuple[tuple[State, Desired, float], Decision]] = {
         given(a_worker(0), a_worker(1), want=wanted(4, sizes=(2, 4), expected={0, 1, 2})),
         starts(0, 1, reason="2 of 4"),
     ),
+    "a world closes without those nobody expects": (
+        given(a_worker(0), a_worker(1), want=wanted(3, expected={0, 1})),
+        starts(0, 1, reason="2 of 3"),
+    ),
+    "more workers than wanted do not enlarge the world": (
+        given(*map(a_worker, range(4)), want=wanted(2)),
+        starts(0, 1, reason="all 2"),
+    ),
     "fewer wanted than the smallest size means the smallest size": (
         given(*map(a_worker, range(3)), want=wanted(1, min=2)),
         starts(0, 1, reason="all 2"),
@@ -139,6 +147,10 @@ SITUATIONS: dict[str, tuple[tuple[State, Desired, float], Decision]] = {
         given(*training(0, 1), a_worker(2, TRAINING, 4, failed=True), world=a_world(0, 1, 2)),
         Call(5, "worker 2 failed", False, NOW, cause=Cause.FAILED),
     ),
+    "failed processes of a worker that waits already call the others": (
+        given(*training(0, 1), a_worker(2, WAITING, 4, failed=True), world=a_world(0, 1, 2)),
+        Call(5, "worker 2 failed", False, NOW, cause=Cause.FAILED),
+    ),
     "a failure of an older generation is history": (
         given(*training(0, 1), a_worker(2, WAITING, 3, failed=True), world=a_world(0, 1), want=wanted(2)),
         Wait("2 workers train in generation 4"),
@@ -164,6 +176,10 @@ SITUATIONS: dict[str, tuple[tuple[State, Desired, float], Decision]] = {
         Wait("2 workers train in generation 4"),
     ),
     # Recovery
+    "survivors wait a moment for the lost one to come back": (
+        given(*waiting(0, 1), world=a_world(0, 1, 2), called=a_call(), want=wanted(expected={0, 1, 2})),
+        Wait("waiting for worker 2 (1 s left), then training goes on with 2 of 3", NOW + 1),
+    ),
     "a worker that comes back in time rejoins behind the survivors": (
         given(a_worker(0), *waiting(1, 2), world=a_world(0, 2, 1), called=a_call()),
         goes_on(2, 1, 0, reason="all 3"),
@@ -188,6 +204,10 @@ SITUATIONS: dict[str, tuple[tuple[State, Desired, float], Decision]] = {
         given(*waiting(0, 1), world=a_world(0, 1, 2), called=a_call(), want=wanted(min=3, expected={0, 1, 2}), now=NOW + 60),
         Wait("waiting for worker 2: 2 of at least 3 workers are here"),
     ),
+    "recovery goes on with the largest allowed size": (
+        given(*waiting(0, 1, 2), world=a_world(3, 2, 1, 0), called=a_call(), want=wanted(4, sizes=(1, 2, 4)), now=NOW + 1),
+        goes_on(2, 1, reason="2 of 4", at=NOW + 1),
+    ),
     "when all were lost the next world starts like the first": (
         given(a_worker(1), world=a_world(0, 1, 2), called=a_call(at=NOW - 20), want=wanted(expected={0, 1, 2})),
         Wait("waiting for workers 0 and 2 (30 s left), then training goes on with 1 of 3", NOW + 30),
@@ -195,6 +215,10 @@ SITUATIONS: dict[str, tuple[tuple[State, Desired, float], Decision]] = {
     "one survivor is enough for a short wait": (
         given(*waiting(0), a_worker(1), world=a_world(0, 1, 2), called=a_call(), want=wanted(expected={0, 1, 2})),
         Wait("waiting for worker 2 (1 s left), then training goes on with 2 of 3", NOW + 1),
+    ),
+    "a second loss does not call twice": (
+        given(*waiting(0), world=a_world(0, 1, 2), called=a_call(), want=wanted(expected={0})),
+        goes_on(0, reason="1 of 3"),
     ),
     "a leaving worker is no part of the next world": (
         given(
@@ -315,6 +339,10 @@ SITUATIONS: dict[str, tuple[tuple[State, Desired, float], Decision]] = {
         Wait("waiting for worker 1 to join generation 4 (10 s left)", NOW + 10),
     ),
     # The end
+    "the job is done when all are": (
+        given(*[a_worker(id, DONE, 4) for id in (0, 1)], world=a_world(1, 0)),
+        Closed("workers 1 and 0 are done", done=True),
+    ),
     "a newcomer does not delay the end": (
         given(a_worker(0, DONE, 4), a_worker(1), world=a_world(0)),
         Closed("worker 0 is done", done=True),
@@ -328,8 +356,8 @@ SITUATIONS: dict[str, tuple[tuple[State, Desired, float], Decision]] = {
         Call(5, "rank 1 on worker 1 raised ValueError", False, NOW, cause=Cause.FAILED),
     ),
     "a planned call at the end is over when all are done": (
-        given(a_worker(0, DONE, 4), a_worker(1, DONE, 4), world=a_world(1, 0), called=a_call(planned=True)),
-        Closed("workers 1 and 0 are done", done=True),
+        given(a_worker(0, DONE, 4), a_worker(1, DONE, 4), world=a_world(0, 1), called=a_call(planned=True)),
+        Closed("workers 0 and 1 are done", done=True),
     ),
     "some done and some saved train the last steps again": (
         given(a_worker(0, DONE, 4), *waiting(1), world=a_world(0, 1), called=a_call(planned=True)),
@@ -651,12 +679,11 @@ THREE = Desired(3, (1, 2, 3), frozenset({0, 1, 2}))
 
 
 def a_peer(id: int, standing=TRAINING, generation=4, **fields) -> Member:
-    return Member(id, f"host-{id}:29500", standing, generation, NOW, **{"noticed": NOW, **fields})
+    return replace(a_worker(id, standing, generation), **{"noticed": NOW, **fields})
 
 
 def a_state(*members: Member, called: Call | None = None, lost=None, ranks=(0, 1, 2)) -> State:
-    before = World(4, ranks, "host-0:29500", "it was so", 900.0)
-    return State({m.id: m for m in members}, before, called, lost=lost or {})
+    return State({m.id: m for m in members}, a_world(*ranks), called, lost=lost or {})
 
 
 def found(state: State, now=NOW, wanted=THREE) -> Decision:

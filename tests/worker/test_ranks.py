@@ -234,9 +234,17 @@ def test_what_an_earlier_container_left_is_forgotten(tmp_path: Path, bystander) 
 
 @pytest.mark.parametrize(
     ("phase", "step", "early", "said"),
-    [(phase, 7, False, (phase in ("first step", "train"), 7)) for phase in ("open", "restore", "first step", "train", "save")]
-    + [("started", 0, early, (True, 0) if early else (False, None)) for early in (True, False)]  # a plain script
-    + [("started", 7, early, (True, 7)) for early in (True, False)],
+    [
+        ("open", 7, False, (False, 7)),
+        ("restore", 7, False, (False, 7)),
+        ("first step", 7, False, (True, 7)),
+        ("train", 7, False, (True, 7)),
+        ("save", 7, False, (False, 7)),
+        ("started", 0, True, (True, 0)),  # a plain script
+        ("started", 0, False, (False, None)),
+        ("started", 7, True, (True, 7)),
+        ("started", 7, False, (True, 7)),
+    ],
 )
 def test_a_hang_says_something_of_a_step_only_where_there_is_one(
     start: Start, tmp_path: Path, phase: str, step: int, early: bool, said: tuple[bool, int | None]

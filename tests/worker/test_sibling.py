@@ -181,18 +181,3 @@ def test_proc_shows_the_local_rank_of_a_rank_alone(tmp_path: Path) -> None:
     environ = process.call_args.kwargs["env"]
     done = subprocess.run([sys.executable, "-c", program], env=environ, capture_output=True, text=True, check=True)
     assert sorted(done.stdout.splitlines()) == ["False 3 yes", "False None yes"]
-
-
-THRESHOLD = "glibc.cpu.x86_non_temporal_threshold=0x100000"
-
-
-@pytest.mark.parametrize(
-    ("given", "set_"),
-    [
-        ("", THRESHOLD),
-        ("glibc.malloc.check=1", f"glibc.malloc.check=1:{THRESHOLD}"),
-        ("glibc.cpu.x86_non_temporal_threshold=0x800000", None),
-    ],
-)
-def test_a_limit_is_added_to_what_the_user_has_set(given: str, set_: str | None) -> None:
-    assert os_calls.streaming({os_calls.VARIABLE: given} if given else {}).get(os_calls.VARIABLE) == set_
