@@ -82,7 +82,7 @@ class Cluster:
                 (Path(name) / script).write_bytes((HERE / "resilience" / "scripts" / script).read_bytes())
             job = spec.anchor(spec.parse(json.dumps(document)), Path(name))
             with pack(job) as parcel:
-                documents = manifests.render(parcel.job, "elasticjob", namespace=self.namespace, code=parcel.code)
+                documents = manifests.render(parcel.job.in_namespace(self.namespace), "elasticjob", code=parcel.code)
         self.kubectl(
             "apply", "--server-side", "-f", "-", given=json.dumps({"apiVersion": "v1", "kind": "List", "items": documents})
         )

@@ -409,8 +409,8 @@ def test_another_kind_of_document_is_refused() -> None:
     assert problems(a_job().replace("outlast.dev/v1alpha1", "elastic.pytorch.org/v1alpha1") + "  replicaSpecs: {}\n") == [
         (
             1,
-            "apiVersion (elastic.pytorch.org/...) must be outlast.dev/v1alpha1; outlast init SCRIPT writes a job file, "
-            "outlast convert FILE translates Kubeflow's",
+            "apiVersion (elastic.pytorch.org/...) must be outlast.dev/v1alpha1; outlast init SCRIPT writes a job file, outlast "
+            "convert FILE translates Kubeflow's, and with the operator kubectl apply -f FILE runs torchelastic's as it is",
         )
     ]
 

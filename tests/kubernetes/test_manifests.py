@@ -470,7 +470,7 @@ def test_a_gang_is_whom_the_cluster_has_where_all_or_none_means_anything(
 
 def test_an_elasticjob_reads_back_as_the_job() -> None:
     job = a_job(workers={"replicas": 2, "min": 1, "max": 4}, resources={"cpu": 0.5, "memory": "1Gi"}, suspend=True)
-    (document,) = manifests.render(job, namespace="team-a")
+    (document,) = manifests.render(job.in_namespace("team-a"))
     assert document["metadata"]["namespace"] == "team-a"
     assert spec.parse(json.dumps(document)).spec == job.spec
 
@@ -769,6 +769,13 @@ def test_an_image_gets_outlast_unless_its_name_or_the_job_says_that_it_has_it(
     assert {"name": volume, "emptyDir": {}} in made["spec"]["volumes"]
 
 
+def test_the_copy_of_the_agent_asks_for_no_more_than_training() -> None:
+    own = {"name": "trainer", "resources": {"requests": {"memory": "32Gi"}, "claims": [{"name": "gpu"}]}}
+    asked = {"image": "torch:1", "resources": {"cpu": 4, "memory": "64Gi", "gpu": 2}, "template": {"spec": {"containers": [own]}}}
+    (copier,) = template(rendered("indexed-job", **asked))["spec"]["initContainers"]
+    assert copier["resources"] == {"requests": {"cpu": "4", "memory": "32Gi"}, "limits": {"memory": "64Gi"}}
+
+
 # The command
 
 Outlast = Callable[..., tuple[int, str, str]]
@@ -804,6 +811,14 @@ def test_render_writes_documents_and_nothing_else(outlast: Outlast, job_file: Pa
     assert json.loads(outlast(*words, "-o", "json")[1]) == {"apiVersion": "v1", "kind": "List", "items": documents}
     (document,) = yaml.safe_load_all(outlast("render", job_file)[1])
     assert (document["apiVersion"], document["kind"]) == ("outlast.dev/v1alpha1", "ElasticJob")
+
+
+def test_a_variable_names_the_image_from_which_pods_copy_outlast(
+    outlast: Outlast, job_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OUTLAST_OPERATOR_IMAGE", "example.com/operator:7")
+    made = list(yaml.safe_load_all(outlast("render", job_file, "--as", "indexed-job")[1]))
+    assert [each["image"] for each in template(made)["spec"]["initContainers"]] == ["example.com/operator:7"]
 
 
 def test_render_takes_along_the_files_that_pods_need(outlast: Outlast, job_file: Path) -> None:

@@ -43,7 +43,7 @@ def definition() -> None:
 @pytest.mark.parametrize("name", GOLDEN["JOBS"])
 @pytest.mark.parametrize("topology", manifests.TOPOLOGIES)
 def test_the_api_server_takes_the_documents(topology: str, name: str) -> None:
-    documents = manifests.render(GOLDEN["job"](name), topology, namespace="default")
+    documents = manifests.render(GOLDEN["job"](name).in_namespace("default"), topology)
     known = [each for each in documents if "volcano" not in each["apiVersion"] and each["kind"] != "PodGroup"]
     made = kubectl("apply", "--dry-run=server", "--validate=strict", "-f", "-", documents=known)
     assert made.returncode == 0, made.stderr
@@ -97,7 +97,7 @@ def test_nothing_in_the_template_of_a_job_can_change(change: dict[str, Any]) -> 
 
 def test_what_the_api_server_stores_is_the_job() -> None:
     job = GOLDEN["job"]("gpu")
-    (wanted,) = manifests.render(job, namespace="default")
+    (wanted,) = manifests.render(job.in_namespace("default"))
     stored = json.loads(kubectl("create", "--dry-run=server", "-o", "json", "-f", "-", documents=[wanted]).stdout)
     read = {**stored, "metadata": {"name": stored["metadata"]["name"]}}
     assert spec.parse(json.dumps(read)).spec == job.spec

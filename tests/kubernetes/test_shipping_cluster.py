@@ -59,7 +59,7 @@ def rendered(root: Path, namespace: str) -> list[dict[str, Any]]:
     document = {"apiVersion": contract.API_VERSION, "kind": contract.KIND, "metadata": {"name": "ship"}, "spec": fields}
     job = spec.anchor(spec.parse(yaml.safe_dump(document)), root)
     with pack(job) as parcel:
-        return manifests.render(parcel.job, "job", namespace=namespace, code=parcel.code)
+        return manifests.render(parcel.job.in_namespace(namespace), "job", code=parcel.code)
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import threading
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -391,3 +392,29 @@ def test_a_job_that_is_not_here_is_looked_for_in_the_cluster(api: apiserver.ApiS
     stays = "its output stays in s3://bucket/runs/train"
     assert (code, out) == (0, f"train is cancelled; {stays}; outlast submit FILE goes on from what is saved\n")
     assert resources(api) == []
+
+
+def test_an_evaluation_takes_the_agent_from_the_image_that_the_operator_gave_the_jobs_pods(
+    api: apiserver.ApiServer, outlast: Outlast
+) -> None:
+    api.unserved = ()
+    Path("job.yaml").write_text(JOB.replace("outlast:1", "torch:1"))
+    outlast("submit", "job.yaml")
+    (job,) = the(api, "elasticjobs.outlast.dev")
+    worker = {"app.kubernetes.io/component": "worker", "outlast.dev/job": "train"}
+    owner = [{"apiVersion": "outlast.dev/v1alpha1", "kind": "ElasticJob", "name": "train", "uid": job["metadata"]["uid"]}]
+    agent = {"name": "outlast-agent", "image": "example.org/operator:7"}
+    meta = {"name": "train-worker-0", "labels": worker, "ownerReferences": owner}
+    api.put({"apiVersion": "v1", "kind": "Pod", "metadata": meta, "spec": {"initContainers": [agent], "containers": []}})
+
+    def fail() -> None:
+        api.until(lambda: the(api, "jobs.batch"))
+        (created,) = the(api, "jobs.batch")
+        api.put({**created, "status": {"conditions": [{"type": "Failed", "status": "True"}]}})
+
+    thread = threading.Thread(target=fail)
+    thread.start()
+    assert "ended without a pod" in outlast("evaluate", "train")[2]
+    thread.join()
+    (evaluation,) = the(api, "jobs.batch")
+    assert [each["image"] for each in evaluation["spec"]["template"]["spec"]["initContainers"]] == ["example.org/operator:7"]

@@ -37,7 +37,7 @@ class Namespace:
         self.kubectl("apply", "--server-side", "--validate=strict", "-f", "-", given=items)
 
     def run(self, name: str, topology: str, **fields: object) -> list[Document]:
-        documents = manifests.render(a_job(name, **fields), topology, namespace=self.name)
+        documents = manifests.render(a_job(name, **fields).in_namespace(self.name), topology)
         self.apply(documents)
         return documents
 

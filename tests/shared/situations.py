@@ -203,7 +203,7 @@ def begin(name: str, namespace: str) -> None:
     kubectl("apply", "-f", "-", documents=[labelled])
     if it.there:
         kubectl("apply", "-n", namespace, "-f", "-", documents=list(it.there))
-    documents = json.dumps(manifests.render(job(name), it.topology, namespace=namespace))
+    documents = json.dumps(manifests.render(job(name).in_namespace(namespace), it.topology))
     documents = documents.replace(render_request.OPERATOR_IMAGE, IMAGE)  # from which pods copy Outlast if their image lacks it
     kubectl("apply", "-n", namespace, "-f", "-", documents=json.loads(documents))
 

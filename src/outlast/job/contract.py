@@ -173,6 +173,8 @@ class Env:
     """Address at which other workers reach this worker. Default: 127.0.0.1, for workers on one machine."""
     NAMESPACE = "OUTLAST_NAMESPACE"
     """The pod's namespace, which is also part of pod 0's host name in OUTLAST_RENDEZVOUS."""
+    OPERATOR_IMAGE = "OUTLAST_OPERATOR_IMAGE"
+    """The operator's image, from which pods also get the agent. The user sets it in the shell. Default: this release's image."""
     FRESH = "OUTLAST_FRESH"
     """If `1`, the run starts from the beginning, even if another run with the same output has not ended."""
     POD = "OUTLAST_POD"

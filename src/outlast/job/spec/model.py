@@ -545,3 +545,8 @@ class Job(Checked):
     """Name, namespace, labels and annotations."""
     spec: Spec
     """The code to run, its resources, and how to keep the job alive."""
+
+    def in_namespace(self, namespace: str | None) -> Job:
+        """Return the job with another namespace, or the same job if `namespace` is empty."""
+        changed = {"metadata": self.metadata.model_copy(update={"namespace": namespace})}
+        return self.model_copy(update=changed) if namespace else self

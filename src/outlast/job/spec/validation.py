@@ -75,7 +75,10 @@ def validated(model: type[Model], document: Document, *, source: str) -> Model:
     if isinstance(data, dict):
         group, slash, _ = str(data.get("apiVersion")).partition("/")
         if slash and group != contract.GROUP:  # another program's document: its fields are not checked
-            ways = "outlast init SCRIPT writes a job file, outlast convert FILE translates Kubeflow's"
+            ways = (
+                "outlast init SCRIPT writes a job file, outlast convert FILE translates Kubeflow's, and with the operator "
+                "kubectl apply -f FILE runs torchelastic's as it is"
+            )
             said = f"apiVersion ({group}/...) must be {contract.API_VERSION}; {ways}"
             raise InvalidJob([(document.line(("apiVersion",)), said)], source=source)
         data = _Names(model, document, problems).checked(model, data, ())

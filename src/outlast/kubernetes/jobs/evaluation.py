@@ -12,10 +12,10 @@ from outlast.job.contract import Label
 from outlast.job.logs import LogLine
 from outlast.kubernetes import api, manifests
 from outlast.kubernetes.api import apply_documents, dropins, kinds, pod_status, workload_template
-from outlast.kubernetes.jobs import job_status
+from outlast.kubernetes.jobs import job_status, rendering
 from outlast.kubernetes.jobs import logs as podlogs
 from outlast.kubernetes.jobs.job_documents import Workloads, has_claim, job_name, workload_in
-from outlast.kubernetes.manifests import evaluation_job
+from outlast.kubernetes.manifests import evaluation_job, worker_pod
 
 Document = api.Document
 
@@ -63,7 +63,8 @@ def _template(workloads: Workloads, workload: Document) -> Document:
         "workers": job.spec.workers.model_copy(update={"min": 1, "replicas": 1, "max": 1, "step": None, "sizes": None})
     }
     run = str((workload.get("status") or {}).get("run") or "") or None
-    documents = manifests.render(job.model_copy(update={"spec": job.spec.model_copy(update=single_worker)}), "job", run=run)
+    single = job.model_copy(update={"spec": job.spec.model_copy(update=single_worker)})
+    documents = manifests.render(single, "job", run=run, agent_image=_agent_image(workloads.own_pods(workload)))
     for document in documents:
         if kinds.kind_of(document) is kinds.CONFIG_MAP:
             old = apply_documents.existing(workloads.cluster, document)
@@ -71,3 +72,9 @@ def _template(workloads: Workloads, workload: Document) -> Document:
             workloads.adopt(apply_documents.apply(workloads.cluster, document, old=old).new, workload)
     template: Document = workload_in(documents)["spec"]["template"]
     return template
+
+
+def _agent_image(pods: Sequence[Document]) -> str:
+    """Return the image from which the job's pods have copied Outlast: the operator's, which only the operator knows."""
+    containers = [each for pod in pods for each in pod["spec"].get("initContainers") or ()]
+    return next((str(each["image"]) for each in containers if each["name"] == worker_pod.AGENT), rendering.operator_image())

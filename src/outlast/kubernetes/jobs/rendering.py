@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from outlast.base.errors import InvalidJob, OutlastError
+from outlast.job.contract import Env
 from outlast.job.spec import Job
 from outlast.kubernetes import manifests
 from outlast.kubernetes.jobs.parcel import CONFIG_MAP_BYTES, Parcel, pack
 from outlast.kubernetes.manifests import volumes
+from outlast.kubernetes.manifests.render_request import OPERATOR_IMAGE
 
 
 @contextlib.contextmanager
@@ -31,12 +34,18 @@ def rendered(
     with pack(job, excluded=[source], limit=room or CONFIG_MAP_BYTES) as parcel:
         files = _texts(volumes.files(parcel.job.spec))
         try:
+            packed = parcel.job.in_namespace(namespace)
             made = manifests.render(
-                parcel.job, topology, run=run, namespace=namespace, files=files, code=parcel.code, fresh=fresh
+                packed, topology, run=run, files=files, code=parcel.code, fresh=fresh, agent_image=operator_image()
             )
         except InvalidJob as error:
             raise InvalidJob(error.problems, source=str(source)) from error
         yield made, parcel
+
+
+def operator_image() -> str:
+    """Return the operator's image, which has no torch. Pods whose own image has no Outlast copy it from there."""
+    return os.environ.get(Env.OPERATOR_IMAGE) or OPERATOR_IMAGE
 
 
 def _texts(paths: Sequence[str]) -> dict[str, str]:

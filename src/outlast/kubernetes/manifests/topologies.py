@@ -21,7 +21,7 @@ from outlast.job.contract import S3_SECRET, Env, Pod
 from outlast.kubernetes.api import document_parsing, kinds
 from outlast.kubernetes.manifests import configmaps_and_service, labels, variables, volumes, worker_pod
 from outlast.kubernetes.manifests.names import Names, digest
-from outlast.kubernetes.manifests.render_request import Document, Request, invalid_job
+from outlast.kubernetes.manifests.render_request import OPERATOR_IMAGE, Document, Request, invalid_job
 from outlast.kubernetes.manifests.scheduling import gang, placement
 
 
@@ -195,23 +195,22 @@ def render(
     topology: str = "elasticjob",
     *,
     run: str | None = None,
-    namespace: str | None = None,
     files: Mapping[str, str] | None = None,
     code: bytes = b"",
     fresh: bool = False,
+    agent_image: str = OPERATOR_IMAGE,
 ) -> list[Document]:
     """Return a job's objects, in the order to apply them.
 
     `run` identifies this submission and defaults to a digest of the job. `files` has the contents of the files that
-    `volumes.files` lists, keyed by path, and `code` is the archive for a ConfigMap. A `fresh` run ignores checkpoints. Raises
-    InvalidJob if the topology cannot render the job, and OutlastError for an unknown topology.
+    `volumes.files` lists, keyed by path, and `code` is the archive for a ConfigMap. A `fresh` run ignores checkpoints. Pods whose
+    image has no Outlast copy it from `agent_image`. Raises InvalidJob if the topology cannot render the job, and OutlastError for
+    an unknown topology.
     """
     if topology not in TOPOLOGIES:
         raise OutlastError(f"there is no topology {topology}; choose one of {', '.join(TOPOLOGIES)}")
     documents = TOPOLOGIES[topology]
-    if namespace:
-        job = job.model_copy(update={"metadata": job.metadata.model_copy(update={"namespace": namespace})})
-    request = Request(job, Names(job.metadata.name), run or _run(job), files or {}, code, fresh)
+    request = Request(job, Names(job.metadata.name), run or _run(job), files or {}, code, fresh, agent_image)
     # `suspend` may change during a run, but the names of the objects must not.
     draft = documents(request.with_spec(suspend=False))
     named = dataclasses.replace(request, names=Names(job.metadata.name, digest(draft)))

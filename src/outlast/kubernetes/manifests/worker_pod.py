@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -27,7 +28,7 @@ DO_NOT_DISRUPT = {"karpenter.sh/do-not-disrupt": "true", "cluster-autoscaler.kub
 https://karpenter.sh/docs/concepts/disruption/#pod-level-controls
 https://github.com/kubernetes/autoscaler/blob/master/cluster-autoscaler/FAQ.md
 """
-_AGENT = "outlast-agent"
+AGENT = "outlast-agent"
 """Volume of the agent in pods whose image has no Outlast, and the init container that copies it; see `launch.relocatable`."""
 
 
@@ -54,8 +55,8 @@ def template(request: Request, worker: Worker) -> Document:
     """Return the workers' PodTemplateSpec. Raises InvalidJob if there is no image, or if the user's template cannot be merged."""
     volumes, mounts = places.volumes(request)
     if injected := request.spec.injected():
-        volumes.append({"name": _AGENT, "emptyDir": {}})
-        mounts.append({"name": _AGENT, "mountPath": Pod.INJECTED, "readOnly": True})
+        volumes.append({"name": AGENT, "emptyDir": {}})
+        mounts.append({"name": AGENT, "mountPath": Pod.INJECTED, "readOnly": True})
     base: Document = {
         "metadata": {"labels": {**labels.NO_SIDECAR, **labels.worker(request), **worker.gang.labels}},
         "spec": {
@@ -68,14 +69,18 @@ def template(request: Request, worker: Worker) -> Document:
             **({"schedulerName": worker.gang.scheduler} if worker.gang.scheduler else {}),
             "securityContext": places.pod_security(),
             **placement.pod(request.job, has_peers=worker.has_peers, on_demand=worker.on_demand),
-            **({"initContainers": [_agent_copier(request)]} if injected else {}),
+            **({"initContainers": []} if injected else {}),
             "containers": [_container(request, worker, mounts)],
             "volumes": volumes,
         },
     }
     if worker.gang.annotations:
         base["metadata"]["annotations"] = dict(worker.gang.annotations)
-    return with_user_template(request.job, base, labels.selector(request.job.metadata.name))
+    own_labels = labels.selector(request.job.metadata.name)
+    if injected:
+        merged = with_user_template(request.job, base, own_labels)["spec"].get("containers") or ()
+        base["spec"]["initContainers"] = [_agent_copier(request.agent_image, merged)]
+    return with_user_template(request.job, base, own_labels)
 
 
 def pod(request: Request, worker: Worker, *, index: int, generation: int, file: str) -> Document:
@@ -147,16 +152,20 @@ def _container(request: Request, worker: Worker, mounts: list[Document]) -> Docu
     }
 
 
-def _agent_copier(request: Request) -> Document:
-    share = resources.share(request.job).container()  # the larger container counts, so the pod requests no more
-    shared = ("cpu", "memory")  # no devices
+def _agent_copier(image: str, containers: Sequence[Document]) -> Document:
+    trainer = next((each for each in containers if each["name"] == Pod.TRAINER), {})
+    share = trainer.get("resources") or {}  # the larger container counts, so the pod requests no more
     return {
-        "name": _AGENT,
-        "image": request.agent_image,
+        "name": AGENT,
+        "image": image,
         "command": ["python3", "-m", "outlast", "inject", Pod.INJECTED],
-        "resources": {kind: {name: each[name] for name in shared if name in each} for kind, each in share.items()},
+        "resources": {
+            kind: {name: each[name] for name in ("cpu", "memory") if name in each}  # no devices
+            for kind, each in share.items()
+            if kind in ("limits", "requests") and each
+        },
         "securityContext": places.container_security(),
-        "volumeMounts": [{"name": _AGENT, "mountPath": Pod.INJECTED}],
+        "volumeMounts": [{"name": AGENT, "mountPath": Pod.INJECTED}],
     }
 
 
