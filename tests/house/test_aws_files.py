@@ -42,7 +42,10 @@ def test_eksctl_takes_the_cluster(config: Document) -> None:
     schema = jsonschema.Draft7Validator(json.loads((PUBLISHED / "eksctl.json").read_text()))
     assert [f"{error.json_path}: {error.message}" for error in schema.iter_errors(config)] == []
     assert len(config["availabilityZones"]) == 2, "stacks/efs.yaml has a mount target in each of two zones"
-    assert {"eks-pod-identity-agent", "aws-efs-csi-driver"} <= {each["name"] for each in config["addons"]}
+    addons = {each["name"]: each for each in config["addons"]}
+    assert {"eks-pod-identity-agent", "aws-efs-csi-driver"} <= addons.keys()
+    disks = json.loads(addons["aws-ebs-csi-driver"]["configurationValues"])
+    assert disks == {"defaultStorageClass": {"enabled": True}}, "else claims that name no class stay Pending"
     for group in groups(config):
         assert not group.get("efaEnabled") or len(group["availabilityZones"]) == 1, "EFA does not cross zones"
         assert "ssh" in group or group["privateNetworking"]
