@@ -630,6 +630,22 @@ def test_pods_of_an_ended_job_go_as_the_policy_says(policy: str, left: int) -> N
     assert len(cluster.pods) == left
 
 
+@pytest.mark.parametrize(("output", "upload_s", "ended_s"), [("s3://bucket/runs", 1860, 1860), ("/out", 60, 100)])
+def test_a_worker_of_an_ended_job_has_the_time_that_its_agent_takes_to_upload_the_results(
+    output: str, upload_s: float, ended_s: float
+) -> None:
+    cluster = a_cluster(2, steps=10, output=output, ttlSecondsAfterFinished=100)
+    cluster.uploading = {0}
+    cluster.until(lambda c: c.status.get("state") == "Succeeded")
+    end, uploaded = cluster.now, cluster.now
+    while cluster.documents:
+        uploaded = cluster.now if cluster.alive() else uploaded
+        cluster.pass_()
+        cluster.look()
+    assert uploaded - end == pytest.approx(upload_s, abs=2)
+    assert cluster.now - end == pytest.approx(ended_s, abs=2)
+
+
 def test_a_node_on_which_workers_keep_failing_gets_no_more() -> None:
     cluster = training()
     node = pod(cluster, 1)["spec"]["nodeName"]

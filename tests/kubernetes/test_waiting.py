@@ -29,6 +29,7 @@ from outlast.storage import runs, store
 
 Document = dict[str, Any]
 Outlast = Callable[..., tuple[int, str, str]]
+WORKER = {"app.kubernetes.io/component": "worker", "outlast.dev/job": "digits"}
 CRD = kinds.CRD.document({"name": "elasticjobs.outlast.dev"})
 
 
@@ -45,6 +46,9 @@ class Cluster(FakeCluster):
         if self.unserved and kind is kinds.ELASTIC_JOB:
             raise NotServed("elasticjobs are not known here")
         super()._may(kind)
+
+    def proxy(self, pod: str, *_: object, **__: object) -> str:
+        raise Unanswered(f"{pod} does not answer")
 
 
 class Scene:
@@ -102,6 +106,19 @@ def back(scene: Scene) -> None:
 
 def gone(scene: Scene) -> None:
     scene.cluster.delete(kinds.ELASTIC_JOB, "digits")
+
+
+def test_a_wait_ends_when_the_results_are_uploaded() -> None:
+    def pod(state: str) -> Callable[[Scene], object]:
+        meta = {"name": "digits-worker-0", "namespace": "team", "labels": WORKER}
+        statuses = [{"name": "trainer", "state": {state: {}}}]
+        document = {"apiVersion": "v1", "kind": "Pod", "metadata": meta, "spec": {}, "status": {"containerStatuses": statuses}}
+        return lambda scene: scene.cluster.put(copy.deepcopy(document))
+
+    scene = Scene(pod("running"), to("Succeeded", "all workers are done", step=400), nothing, pod("terminated"))
+    assert (scene.wait().code, scene.script) == (Code.SUCCEEDED, [])
+    scene = Scene(pod("running"), to("Succeeded", "all workers are done", step=400), *[nothing] * 400)
+    assert (scene.wait().code, scene.clock) == (Code.SUCCEEDED, pytest.approx(1810, abs=5))
 
 
 def test_a_wait_ends_with_the_job_and_tells_how_far_it_is_at_a_calm_pace() -> None:

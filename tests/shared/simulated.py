@@ -98,6 +98,8 @@ class Cluster:
         self.lost: dict[str, float] = {}
         self.reached = True
         self.cut: set[str] = set()
+        self.uploading: set[int] = set()
+        """Workers whose agents upload for as long as they may once the job has ended."""
         self.mesh = False
         """True if the members of a world watch one another."""
         self.broken: set[frozenset[str]] = set()
@@ -416,7 +418,8 @@ class Cluster:
                 notes = lease["metadata"]["annotations"]
                 whole = {**self.account(), "whole": True}
                 notes[Annotation.PROGRESS] = json.dumps({**json.loads(notes[Annotation.PROGRESS]), **whole})
-            self.end(pod, closed["code"])
+            if agent.index not in self.uploading:
+                self.end(pod, closed["code"])
             return
         world, called = told.get("world"), told.get("called")
         if world and world["generation"] > agent.generation and not called:

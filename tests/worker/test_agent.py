@@ -28,6 +28,7 @@ from outlast.job import contract, prometheus_metrics, spec
 from outlast.job.workerfiles import notice_file, progress_file
 from outlast.job.workerfiles.progress_file import Progress
 from outlast.rendezvous.membership import Membership, RunClosed
+from outlast.rendezvous.messages import Closed
 from outlast.worker.agent import lifecycle
 from outlast.worker.agent.agent import Agent
 from outlast.worker.agent.lifecycle import Phase
@@ -125,6 +126,26 @@ def test_with_any_notice_there_is_time_to_save_and_to_upload(
         assert bench.looks() == [], "and is not killed meanwhile"
     agent.worker = dataclasses.replace(agent.worker, code=75)
     assert upload_s <= agent._flush_timeout_s() < (left_s or 1000.0) - save_s, "and the upload ends before the machine does"
+
+
+@pytest.mark.parametrize(
+    ("code", "uploaded", "rank", "recorded"),
+    [(0, 0, 0, ["Succeeded"]), (0, 1, 0, []), (0, 0, 2, []), (79, 0, 2, ["Failed"])],
+)
+def test_a_run_has_succeeded_once_the_worker_of_rank_0_has_uploaded_its_results(
+    bench: Bench, code: int, uploaded: int, rank: int, recorded: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    agent, found = bench.agent, []
+    agent._store, agent.environ[contract.Env.OWNER] = "s3://bucket/runs", "me"
+    agent._log = cast(Any, SimpleNamespace(drain=lambda: None))
+    agent.coordination.operator_ended_run(Closed("the job is over", code))
+    bench.writer.write(Progress(generation=1, rank=rank, phase="train", step=3))
+    agent.worker = dataclasses.replace(agent.worker, code=code)
+    monkeypatch.setattr(agent.coordination, "finished", lambda state, *_: found.append(state))
+    monkeypatch.setattr(agent._upload, "flush", lambda *_, **__: found.append("uploaded") or (uploaded, "no store"))
+    agent._begin_flush()
+    assert isinstance(agent._events.get(timeout=10), lifecycle.Flushed)
+    assert found == (["uploaded", *recorded] if code == 0 else [*recorded, "uploaded"])
 
 
 @pytest.fixture

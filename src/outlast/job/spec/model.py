@@ -449,7 +449,7 @@ class Spec(Checked):
     ttl_seconds_after_finished: field_types.Whole | None = None
     """A finished job is deleted after this time. Default: never. Kubernetes only."""
     clean_pod_policy: Literal["All", "Running", "None"] = "Running"
-    """Which pods are deleted when the job ends. Kubernetes only."""
+    """Which pods are deleted when the job ends. Pods that upload its results have half an hour for that. Kubernetes only."""
     managed_by: field_types.ManagedBy | None = None
     """The controller that creates the pods. Default: the operator, `outlast.dev/operator`, which ignores jobs managed by another
     controller, such as `kueue.x-k8s.io/multikueue`. Kubernetes only."""

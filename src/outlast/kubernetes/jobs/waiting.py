@@ -26,6 +26,7 @@ from outlast.kubernetes import api
 from outlast.kubernetes.api import kinds, kubeconfig, pod_status
 from outlast.kubernetes.jobs import job_status
 from outlast.kubernetes.jobs.job_documents import Workloads
+from outlast.worker.agent.lifecycle import DONE_FLUSH_S
 
 T = TypeVar("T")
 
@@ -75,6 +76,7 @@ class Waiter:
     _kind: kinds.Kind = kinds.ELASTIC_JOB
     _title: str = ""
     _uid: str = ""
+    _upload_by: float | None = None
 
     def submit(self, apply: Callable[[], Iterator[str]]) -> None:
         """Submit the job, or attach to it if it has already been submitted, and report each step. Raises OutlastError."""
@@ -98,7 +100,7 @@ class Waiter:
             status = self._retry(lambda due=due: self._request_status(query_agents=due))  # type: ignore[misc]
             if status is None:
                 return self._ended_elsewhere(last)
-            if status.state.final:
+            if status.state.final and not self._uploads(status):
                 return self._result(status)
             if due or last is None or status.state is not last.state:
                 self.say(progress(status))
@@ -106,6 +108,15 @@ class Waiter:
             last = status
             self.sleep(POLL_S)
         return self._ended_elsewhere(None)
+
+    def _uploads(self, status: JobStatus) -> bool:
+        """Return whether workers of a job that has succeeded still upload its results."""
+        if status.state is not State.SUCCEEDED or self._kind is not kinds.ELASTIC_JOB:
+            return False  # other kinds end with their pods
+        if self._upload_by is None:
+            self._upload_by = self.now() + DONE_FLUSH_S
+        running = any(map(pod_status.running, self._retry(lambda: self.workloads.pods(self.name))))
+        return running and self.now() < self._upload_by
 
     def on_sigterm(self, mode: str, read_step: ReadStep) -> WaitResult:
         """Cancel the job after SIGTERM, unless `mode` is `leave`."""

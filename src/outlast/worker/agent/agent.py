@@ -28,7 +28,7 @@ from outlast.base.clock import Awake
 from outlast.base.errors import OutlastError, Superseded
 from outlast.job import contract, sealed_lines
 from outlast.job.ledger import Ledger
-from outlast.job.workerfiles import notice_file, time_left
+from outlast.job.workerfiles import notice_file, progress_file, time_left
 from outlast.job.workerfiles.log_pipe import Output
 from outlast.rendezvous.transport import Mode
 from outlast.rendezvous.transports import leave_orders
@@ -198,7 +198,8 @@ class Agent:
     def _begin_flush(self) -> None:
         self._printed_end = self.worker.code, self.worker.reason
         print_end(self.index, *self._printed_end)  # first, so that the last line of the log is uploaded, too
-        self.coordination.record_end_from_operator()
+        if not self._store or self.worker.code != contract.Exit.DONE:
+            self.coordination.record_end_from_operator()
         if not self._store or contract.Env.OWNER not in self.environ:  # nothing to upload, or the run was never claimed
             self._events.put(lifecycle.Flushed())
             return
@@ -220,11 +221,18 @@ class Agent:
         if code == upload_supervisor.SUPERSEDED:
             self._superseded(problem)
             return
+        if code == 0 and self.worker.code == contract.Exit.DONE and self._had_rank0():
+            self.coordination.record_end_from_operator()  # only now: nobody trains a run again that has succeeded
         self.coordination.tell_account(self._upload.report)
         incomplete = (
             f"the output is not all in {self._store}: {problem}; it is kept in {self.output}, and the next start pushes it"
         )
         self._put(lifecycle.Flushed(incomplete if code else ""))
+
+    def _had_rank0(self) -> bool:
+        """Return whether this worker has the run's results."""
+        first = progress_file.read(self.state, 0)
+        return first is not None and first.rank == 0
 
     def _prepare(self, phase: Phase) -> None:
         try:

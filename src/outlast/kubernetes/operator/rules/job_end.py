@@ -9,12 +9,16 @@ from outlast.job import contract
 from outlast.job.contract import End
 from outlast.job.status import State
 from outlast.kubernetes.api import kinds, pod_status
+from outlast.kubernetes.manifests import volumes
 from outlast.kubernetes.operator.observed_job import Limits, Pod
 from outlast.kubernetes.operator.plan import Deletion, Plan
 from outlast.kubernetes.operator.reconcile_pass import ReconcilePass
+from outlast.worker.agent.lifecycle import DONE_FLUSH_S
 
 LEAVE_S = 60.0
-"""Seconds that workers have to flush their uploads and exit once the job has ended."""
+"""Seconds that workers have to exit once the job has ended."""
+UPLOAD_S = DONE_FLUSH_S + LEAVE_S
+"""The same for workers that upload the results of a job that has succeeded."""
 _FINAL = (State.SUCCEEDED, State.FAILED)
 
 
@@ -26,13 +30,13 @@ def finished(rec: ReconcilePass) -> None:
         return
     rec.skip_rest = True
     rec.update(observed_generation=rec.snapshot.generation)
+    leave_s = _leave_s(rec)
     if rec.snapshot.queue is not None:
-        if rec.resource_pods and rec.now < status.finished + LEAVE_S:
-            rec.requeue_at(status.finished + LEAVE_S)
+        if rec.resource_pods and rec.now < status.finished + max(LEAVE_S, leave_s):
+            rec.requeue_at(status.finished + max(LEAVE_S, leave_s))
         else:
             rec.statuses = rec.snapshot.queue.finished_workloads(status.state is State.SUCCEEDED, status.reason, rec.now)
     policy = rec.spec.clean_pod_policy if rec.snapshot.job else "Running"
-    leave_s = LEAVE_S if rec.snapshot.plain is None else 0.0
     for pod in rec.snapshot.pods:
         if pod.terminating:
             force_delete(rec, pod)
@@ -40,15 +44,27 @@ def finished(rec: ReconcilePass) -> None:
             rec.delete(pod, "the job is over, cleanPodPolicy is All")
         elif policy != "None" and (pod.alive or pod.lingering):
             # The pod's agent knows that the job has ended and flushes its uploads; the end of its log is worth waiting for.
-            if rec.now >= status.finished + leave_s:
+            gone_at = status.finished + (leave_s if pod.alive else min(leave_s, LEAVE_S))
+            if rec.now >= gone_at:
                 rec.delete(pod, f"the job is over, cleanPodPolicy is {policy}")
-            rec.requeue_at(status.finished + leave_s)
-    ttl = rec.spec.ttl_seconds_after_finished if rec.snapshot.job else None
+            rec.requeue_at(gone_at)
+    ttl: float | None = rec.spec.ttl_seconds_after_finished if rec.snapshot.job else None
+    if ttl is not None and any(pod.alive for pod in rec.snapshot.pods):
+        ttl = max(ttl, leave_s)  # the pods go with the job
     if ttl is not None:
         if rec.now >= status.finished + ttl:
             kind, sentence = kinds.kind_of(rec.snapshot.document), f"ttlSecondsAfterFinished ({ttl}) has passed"
             rec.remove = Deletion(rec.snapshot.name, rec.snapshot.uid, sentence, kind=kind)
         rec.requeue_at(status.finished + ttl)
+
+
+def _leave_s(rec: ReconcilePass) -> float:
+    """Return for how many seconds after the job's end its running pods stay."""
+    if rec.snapshot.plain is not None:
+        return 0.0
+    job = rec.snapshot.job
+    uploads = rec.status.state is State.SUCCEEDED and job is not None and volumes.store_url(job)
+    return UPLOAD_S if uploads else LEAVE_S
 
 
 def workers_done(rec: ReconcilePass) -> None:
