@@ -15,6 +15,7 @@ import pytest
 import imds
 import processes
 import prometheus_text
+import waits
 from imds import Imds
 from kubelets import Operated
 from outlast.job import contract
@@ -22,6 +23,7 @@ from outlast.kubernetes import api as kube
 from outlast.kubernetes.api import kinds, pod_status
 from outlast.kubernetes.nodewatch.metadata import Metadata
 from outlast.kubernetes.nodewatch.node_watcher import Watcher
+from outlast.storage import checkpoints
 from servers import Place
 
 ARGS = ("--steps=150", "--pause=0.04", "--gate")
@@ -91,6 +93,21 @@ def test_pods_that_are_told_to_go_save_and_an_operator_that_knows_nothing_goes_o
     operated.until(lambda: operated.status.get("state") == "Succeeded", "the end")
     assert operated.status["generation"] > generation
     assert operated.steps == list(range(1, 101)), "none lost, none twice"
+
+
+@pytest.mark.slow
+def test_workers_of_a_job_that_is_deleted_save_although_nobody_tells_their_pods(operated: Operated) -> None:
+    operated.submit(workers={"replicas": 2, "min": 2}, args=["--steps=100000", "--pause=0.04"], checkpoint={"every": "1h"})
+    operated.trains(2, beyond=25)
+    with operated.api.lock:  # as with --cascade=orphan
+        for kind, _, name in [key for key in operated.api.documents if key[0] == "pods"]:
+            operated.api.documents[kind, "default", name]["metadata"].pop("ownerReferences", None)
+        operated.api.remove("elasticjobs.outlast.dev", "train")
+    waits.until(lambda: len(operated.kubelet.ended) == 2, 30, lambda: (operated.directory / "train-worker-0.log").read_text())
+    assert [code for _, code, _ in operated.kubelet.ended] == [contract.Exit.INTERRUPTED] * 2
+    newest = checkpoints.latest(checkpoints.list_(operated.directory / "out/train/checkpoints"), operated.record.run)
+    assert newest is not None
+    assert newest.step == operated.steps[-1]
 
 
 @pytest.mark.slow

@@ -47,12 +47,19 @@ def ended() -> list[messages.Closed]:
 
 
 @pytest.fixture
-def member(operator: Operator, tmp_path: Path, ended: list[messages.Closed]) -> Iterator[Callable[..., transport.Client]]:
+def told() -> list[tuple[float | None, str]]:
+    """Until when, and why, a member must leave."""
+    return []
+
+
+@pytest.fixture
+def member(operator: Operator, tmp_path: Path, ended: list[messages.Closed], told) -> Iterator[Callable[..., transport.Client]]:
     """Makes members of the run, which go at the end."""
     with contextlib.ExitStack() as stack:
 
         def make(id: int = 0) -> transport.Client:
-            client = transport.client("kubernetes://train", transport.Member("run", id, tmp_path, 2, run_ended=ended.append))
+            heard = {"must_leave": lambda *when: told.append(when), "run_ended": ended.append}
+            client = transport.client("kubernetes://train", transport.Member("run", id, tmp_path, 2, **heard))
             return stack.enter_context(contextlib.closing(client))
 
         yield make
@@ -229,8 +236,8 @@ def test_the_operator_knows_the_run_by_the_word_that_it_gave_its_pods(operator: 
 
 
 @pytest.mark.parametrize("before", [True, False])
-def test_the_end_of_the_job_document_is_an_interruption(
-    operator: Operator, member, ended: list[messages.Closed], before: bool
+def test_who_works_for_a_job_that_is_deleted_leaves_with_its_grace_even_if_there_is_a_new_one(
+    operator: Operator, member, ended: list[messages.Closed], told: list[tuple[float | None, str]], before: bool
 ) -> None:
     client = member()
     if not before:
@@ -239,10 +246,13 @@ def test_the_end_of_the_job_document_is_an_interruption(
     operator.api.remove("elasticjobs.outlast.dev", "train")
     if before:
         client.report("waiting")
-    until(lambda: client.closed)
-    assert client.closed == messages.Closed("the job was deleted", contract.Exit.INTERRUPTED)
-    assert operator.lease() is None
-    assert ended == []
+    until(lambda: told)
+    operator.api.put(kinds.ELASTIC_JOB.document({"name": "train"}, spec={}, status={"rendezvous": {"run": "another"}}))
+    client.report("leaving")
+    client.wait(0.3)
+    client.close()
+    assert told == [(None, "the job was deleted")], "once"
+    assert (client.closed, ended, operator.lease()) == (None, [], None), "it may save, and writes no Lease of the new job"
 
 
 @pytest.mark.parametrize(("code", "noted"), [(0, True), (79, True), (75, False)])
@@ -333,7 +343,9 @@ def account(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[a
 @pytest.mark.cluster
 def test_an_account_of_exactly_two_rules_is_enough_for_a_member(account, tmp_path: Path, capfd) -> None:
     admin, _ = account
-    client = transport.client("kubernetes://train", transport.Member("run", 0, tmp_path, 1))
+    told: list[str] = []
+    must_leave = lambda _deadline, reason: told.append(reason)  # noqa: E731
+    client = transport.client("kubernetes://train", transport.Member("run", 0, tmp_path, 1, must_leave=must_leave))
     begun = time.monotonic()
     client.report("waiting", address="10.0.0.7:4711")
 
@@ -357,10 +369,9 @@ def test_an_account_of_exactly_two_rules_is_enough_for_a_member(account, tmp_pat
     heard_s = time.monotonic() - begun
     assert client.world == World(2, (0,), "10.0.0.1:5", "all here", 5.0)
     admin.delete(kinds.ELASTIC_JOB, "train")
-    until(lambda: client.closed)
-    assert client.closed == messages.Closed("the job was deleted", contract.Exit.INTERRUPTED)
+    until(lambda: told == ["the job was deleted"])
     client.close()
-    assert capfd.readouterr().out == "outlast | the job was deleted\n"
+    assert (client.closed, capfd.readouterr().out) == (None, "")
     until(lambda: not admin.list_(kinds.LEASE), 60)
     print(f"first report {first_s:.3f} s, report {report_s:.3f} s, world heard {heard_s:.3f} s")
 

@@ -107,10 +107,11 @@ class Board:
         self._published = Published()
         self._cluster: api.Cluster | None = None
         """The client for `put`. No other thread uses it, so `put` may close it when its login expires."""
-        self._guard, self._watching, self._over = threading.Lock(), api.Stop(), False
+        self._guard, self._watching, self._over = threading.Lock(), api.Stop(), threading.Event()
+        self._deleted = False
 
     def put(self, report: Report) -> float | None:
-        if self._owner is None:
+        if self._owner is None or self._deleted:
             return None
         if report != self._report:
             self._report, self._changed_at = report, time.monotonic()
@@ -134,7 +135,7 @@ class Board:
                 raise Absent(f"there is no ElasticJob {self._job}")
 
         with self._guard:
-            if self._over:
+            if self._over.is_set():
                 return
             stop = self._watching = api.Stop()
         try:
@@ -146,7 +147,10 @@ class Board:
                     self._receive(change.document)
                     yield False
         except Absent:
-            raise Superseded("the job was deleted") from None
+            # An interruption, of which pods are told a moment later. A new job of this name waits for the name of this pod.
+            self._deleted = True
+            self._must_leave(None, "the job was deleted")
+            self._over.wait()
 
     def published(self) -> Published:
         return self._published
@@ -156,7 +160,7 @@ class Board:
 
     def close(self) -> None:
         with self._guard:
-            self._over = True
+            self._over.set()
             self._watching.set()
 
     def leave(self, *, reachable: bool) -> None:

@@ -55,8 +55,9 @@ class Member:
     state: Path
     processes: int
     environ: Mapping[str, str] = field(default_factory=lambda: os.environ)
-    must_leave: Callable[[float, str], None] = lambda _deadline, _reason: None
-    """Called when the operator tells this worker to leave, with the deadline in seconds since the epoch and the reason."""
+    must_leave: Callable[[float | None, str], None] = lambda _deadline, _reason: None
+    """Called when this worker must leave, with the reason and the deadline in seconds since the epoch; None if only the job's
+    grace period limits the time."""
     run_ended: Callable[[Closed], None] = lambda _: None
     """Called with the run's end once the operator has published it, before anything acts on the end."""
 

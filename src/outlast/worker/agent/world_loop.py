@@ -54,7 +54,7 @@ class WorldLoop:
         python: str,
         warm: WarmProcess,
         *,
-        must_leave: Callable[[float, str], None],
+        must_leave: Callable[[float | None, str], None],
         run_ended: Callable[[Closed], None],
         record: Callable[..., None],
     ) -> None:
