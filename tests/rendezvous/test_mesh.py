@@ -221,7 +221,7 @@ def test_who_calls_from_an_older_world_is_not_taken_for_its_successor(made: Call
 
 @pytest.mark.parametrize(("id", "key", "run"), [(2, b"another", "run"), (2, KEY, "another"), (3, KEY, "run")])
 def test_who_has_another_key_or_is_of_another_run_or_somebody_else_is_no_member(
-    made: Callable[..., Mesh], id: int, key: bytes, run: str
+    made: Callable[..., Mesh], capfd: pytest.CaptureFixture[str], id: int, key: bytes, run: str
 ) -> None:
     one, stranger = made(1), made(id, key=key, run=run)
     one.enter(1, (1, 2))
@@ -229,7 +229,12 @@ def test_who_has_another_key_or_is_of_another_run_or_somebody_else_is_no_member(
     problem = one.send(2, {"kind": "x"}).exception(SOON_S)
     assert isinstance(problem, Undelivered)
     assert str(problem) == "worker 2 refuses connections"
+    stranger.enter(1, (1, 2, 3))
+    stranger.learn(1, {1: one.address})
+    assert isinstance(stranger.send(1, {"kind": "x"}).exception(SOON_S), Undelivered)
     assert not one.complete
+    said = [line for line in capfd.readouterr().err.splitlines() if line.startswith("outlast | worker 2 has another key")]
+    assert len(said) == (key != KEY), "once"
 
 
 def test_strangers_do_no_harm(made: Callable[..., Mesh]) -> None:

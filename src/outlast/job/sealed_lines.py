@@ -53,6 +53,10 @@ def derived(key: bytes, purpose: str) -> bytes:
     return hmac.digest(key, purpose.encode(), "sha256")
 
 
+class OtherKey(Forged):
+    """A line was sealed with another key, or not at all."""
+
+
 class Plain:
     """Passes lines on unsealed."""
 
@@ -82,7 +86,7 @@ class Seal(Plain):
         self._read += 1
         digits, rest = line[:_DIGITS], line[_DIGITS + 1 :].rstrip(b"\n")
         if not hmac.compare_digest(digits, self._digits(_OTHER[self._side], self._read, rest)):
-            raise Forged("it is not sealed with the key of the run")
+            raise OtherKey("it is not sealed with the key of the run")
         return rest
 
     def _digits(self, side: Side, number: int, line: bytes) -> bytes:

@@ -31,7 +31,7 @@ from typing import Any
 
 from outlast.base.clock import Awake
 from outlast.job import sealed_lines
-from outlast.job.sealed_lines import Forged
+from outlast.job.sealed_lines import Forged, OtherKey
 from outlast.rendezvous.mesh import watched_peers
 from outlast.rendezvous.mesh.connection import Connection, resolved
 from outlast.rendezvous.mesh.peer import BROKEN_S, FIRST_S, WOKEN_S, Peer, Undelivered
@@ -94,6 +94,8 @@ class Mesh:
         """Number of the last message handled, keyed by the sender's id and process."""
         self._todo: collections.deque[Callable[[float], None]] = collections.deque()
         self._woken_until = 0.0
+        self._other_keys: set[str] = set()
+        """Addresses of peers that have another key, once printed."""
         self._over = self._ended = False
         self._lock = threading.RLock()
         self._bell, self._button = socket.socketpair()
@@ -243,11 +245,25 @@ class Mesh:
             for message in connection.receive() if events & selectors.EVENT_READ else ():
                 self._on_message(caller, message)
             connection.flush()
-        except (OSError, ValueError, RecursionError):  # the caller disconnected, or is not a member; a member reconnects
+        except (OSError, ValueError, RecursionError) as problem:  # disconnected, or is not a member; a member reconnects
+            if isinstance(problem, OtherKey):
+                self._print_other_key(connection.sock)
             self._drop(caller)
             return
         events = selectors.EVENT_READ | (selectors.EVENT_WRITE if connection.writing else 0)
         self._selector.modify(connection.sock, events, caller)
+
+    def _print_other_key(self, sock: socket.socket) -> None:
+        """Print, once for each address, that the peer on that machine has another key. Others are strangers."""
+        with contextlib.suppress(OSError):  # disconnected meanwhile
+            host = sock.getpeername()[0]
+            for peer in self._peers.values():
+                if peer.address.rpartition(":")[0] == host and not peer.met and peer.address not in self._other_keys:
+                    self._other_keys.add(peer.address)
+                    _print_problem(
+                        f"worker {peer.id} has another key than this worker, so neither can read the other's snapshots: the "
+                        "Secret with the key was created or deleted during the run; cancel the job, and submit it again"
+                    )
 
     def _on_message(self, caller: _Caller, message: Mapping[str, Any]) -> None:
         if caller.id is None:
