@@ -93,6 +93,17 @@ def test_pods_of_a_job_that_is_to_begin_anew_are_told_so(annotations: dict[str, 
     assert ("OUTLAST_FRESH" in {each["name"] for each in container["env"]}) == bool(annotations)
 
 
+@pytest.mark.parametrize(("uid", "optional"), [("its own", False), ("that of the job it is a copy of", True), (None, True)])
+def test_pods_wait_for_the_secret_with_the_key_if_the_job_was_given_one(uid: str | None, optional: bool) -> None:
+    cluster = a_cluster(2)
+    own = cluster.job["metadata"]["uid"]
+    cluster.job["metadata"]["annotations"] = {Annotation.KEY: own if uid == "its own" else uid} if uid else {}
+    cluster.run(2)
+    (container,) = pod(cluster, 0)["spec"]["containers"]
+    (key,) = [each for each in container["env"] if each["name"] == "OUTLAST_RENDEZVOUS_KEY"]
+    assert key["valueFrom"]["secretKeyRef"]["optional"] == optional
+
+
 def test_the_rate_is_that_of_the_world_that_trains() -> None:
     cluster = a_cluster(2)
     cluster.until(trains(2))

@@ -34,6 +34,7 @@ spec:
   workers: {replicas: 2, min: 1, max: 2}
 """
 
+NO_SECRET = 'secrets is forbidden: User "eve" cannot create resource "secrets" in API group "" in the namespace "default"'
 
 Outlast = Callable[..., tuple[int, str, str]]
 
@@ -96,9 +97,24 @@ def test_workers_that_meet_at_worker_0_are_given_a_key_that_stays_while_the_job_
     assert resources(api) == []
 
 
+@pytest.mark.parametrize("had", [True, False])
+def test_the_key_of_a_job_that_runs_is_neither_made_nor_given_up(api: apiserver.ApiServer, outlast: Outlast, had: bool) -> None:
+    api.unserved = ()
+    if not had:
+        api.prescribe("POST .*/secrets", apiserver.status(403, "Forbidden", NO_SECRET))
+    code, _, err = outlast("submit", "job.yaml")
+    assert code == 0, err
+    if had:
+        api.remove("secrets", "train-rdzv")
+    _, out, _ = outlast("submit", "job.yaml", "--set", "workers.max=4")
+    assert "Secret train-rdzv left as it is, since workers of a running job keep their key" in out
+    assert "secrets" not in resources(api), "its workers have another key"
+    (job,) = the(api, kinds.ELASTIC_JOB.resource)
+    assert (job["metadata"].get("annotations") or {}).get("outlast.dev/key") == (job["metadata"]["uid"] if had else None)
+
+
 def test_who_may_make_no_secret_is_told_what_that_means(api: apiserver.ApiServer, outlast: Outlast) -> None:
-    text = 'secrets is forbidden: User "eve" cannot create resource "secrets" in API group "" in the namespace "default"'
-    api.prescribe("POST .*/secrets", apiserver.status(403, "Forbidden", text))
+    api.prescribe("POST .*/secrets", apiserver.status(403, "Forbidden", NO_SECRET))
     code, out, err = outlast("submit", "job.yaml", "--as", "indexed-job")
     assert (code, err) == (0, "")
     assert "you may not create Secret train-rdzv: anyone who knows the job file can connect to its workers" in out

@@ -474,6 +474,11 @@ SHOWN: tuple[tuple[Snapshot, str, str], ...] = (
 )
 
 
+def test_a_key_that_is_gone_is_not_made_anew_while_others_have_it() -> None:
+    (first, *_) = causes(of_pod(held("CreateContainerConfigError", 'secret "train-rdzv" not found')))
+    assert first.remedy == "end the job (outlast cancel train), and submit it again: its workers save before they leave"
+
+
 @pytest.mark.parametrize(("seen", "name", "what"), SHOWN, ids=[what for _, _, what in SHOWN])
 def test_what_is_shown_is_explained(seen: Snapshot, name: str, what: str) -> None:
     first = causes(seen)[0]

@@ -250,6 +250,8 @@ class Annotation:
     REPORT = f"{GROUP}/report"
     """A `rendezvous.messages.Report` as JSON, on a member's Lease."""
     FRESH = f"{GROUP}/fresh"
+    KEY = f"{GROUP}/key"
+    """On an ElasticJob whose workers have their key from a Secret: the ElasticJob's uid, so that it is not valid on a copy."""
     PROGRESS = f"{GROUP}/progress"
     """`{generation, step, steps, committed, snapshot, every, time}` as JSON, on a member's Lease. `steps` may be null; `snapshot`
     and `every` are missing while there is no snapshot. The member of rank 0 adds `{goodput, lost, lostSteps}`."""

@@ -9,6 +9,7 @@ from outlast.kubernetes.api import pod_status
 from outlast.kubernetes.diagnosis import messages
 from outlast.kubernetes.diagnosis.evidence import Snapshot, event_text, per_pod
 from outlast.kubernetes.diagnosis.finding import Finding, joined
+from outlast.kubernetes.manifests import names
 from outlast.kubernetes.manifests.render_request import Document
 
 
@@ -73,9 +74,11 @@ def references(snapshot: Snapshot, pod: Document) -> Iterator[Finding]:
             remedy = f"add the key to it, or correct its name (kubectl describe {kind} {name} -n {snapshot.namespace})"
             yield Finding(f"{kind}-missing", f"waits for the key {key} of the {kind_name} {name}, which has none", remedy)
             continue
-        names = sorted(snapshot.secrets if kind == "secret" else snapshot.config_maps)
-        evidence = (f"there are: {joined(names)}",) if names else ()
+        others = sorted(snapshot.secrets if kind == "secret" else snapshot.config_maps)
+        evidence = (f"there are: {joined(others)}",) if others else ()
         remedy = f"make it (kubectl create {create} {name} -n {snapshot.namespace} {content}) or correct {field}"
+        if name == names.Names(snapshot.name).service:  # other workers have the key that was in it
+            remedy = f"end the job (outlast cancel {snapshot.name}), and submit it again: its workers save before they leave"
         what = f"waits for the {kind_name} {name}, which does not exist in namespace {snapshot.namespace}"
         yield Finding(f"{kind}-missing", what, remedy, evidence)
 

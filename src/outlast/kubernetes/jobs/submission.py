@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from outlast.base.backoff import RANDOM
 from outlast.base.errors import Absent, AlreadyRunning, Conflict, Forbidden, OutlastError, StoreError, Taken
 from outlast.job import ownership
-from outlast.job.contract import Label
+from outlast.job.contract import Annotation, Label
 from outlast.job.status import State
 from outlast.kubernetes import api
 from outlast.kubernetes.api import apply_documents, dropins, kinds, owner_references
@@ -67,13 +67,13 @@ class Submission:
         yield from self.make_room(job.metadata.name, documents, fresh=fresh)
         if take_over:
             yield _release_owner(url)
-        workloads = [each["metadata"] for each in self.workloads.of(job.metadata.name)]
-        alive = {meta["uid"] for meta in workloads if "deletionTimestamp" not in meta}
+        there = [each for each in self.workloads.of(job.metadata.name) if "deletionTimestamp" not in each["metadata"]]
+        alive = {each["metadata"]["uid"] for each in there}
         companions: list[Document] = []
         for document in documents:
             kind, meta = kinds.kind_of(document), document["metadata"]
             if document is workload and (secret := configmaps_and_service.key_secret(job, workload, secrets.token_hex(32))):
-                key, sentence = self._create_key(secret, alive)
+                key, sentence = self._create_key(secret, there, alive)
                 companions += key
                 yield sentence
             title = f"{kind} {meta['name']}"
@@ -90,6 +90,9 @@ class Submission:
             elif kind in KINDS:
                 for each in companions:
                     self.workloads.adopt(each, result.new)
+                if kind is kinds.ELASTIC_JOB and any(kinds.kind_of(each) is kinds.SECRET for each in companions):
+                    change = {"metadata": {"annotations": {Annotation.KEY: result.new["metadata"]["uid"]}}}
+                    self.cluster.patch(kind, meta["name"], change, namespace=meta.get("namespace"))
 
     def _documents(self, job: Job, source: Path, run: str | None = None, *, fresh: bool = False) -> list[Document]:
         """Return a job's documents. If there is a run, they are to be applied, and the code is uploaded."""
@@ -145,9 +148,10 @@ class Submission:
             )
         return url
 
-    def _create_key(self, secret: Document, alive: AbstractSet[str]) -> tuple[list[Document], str]:
-        """Create the Secret with which workers authenticate each other, if it is missing. Return a list, which contains the
-        Secret if the job should own it, and a sentence for the user."""
+    def _create_key(self, secret: Document, there: Sequence[Document], alive: AbstractSet[str]) -> tuple[list[Document], str]:
+        """Create the Secret with which workers authenticate each other, if it is missing and the job does not run: its workers
+        would have another key than those that replace them. Return a list, which contains the Secret if the job should own it,
+        and a sentence for the user."""
         title = f"Secret {secret['metadata']['name']}"
         readable = True
         try:
@@ -158,6 +162,8 @@ class Submission:
             if old is not None:
                 own = (old["metadata"].get("labels") or {}).get(Label.JOB) == secret["metadata"]["labels"][Label.JOB]
                 return [old] if own else [], f"{title} unchanged"
+            if any(self._ended(each) is None for each in there):
+                return [], f"{title} left as it is, since workers of a running job keep their key"
             created = self.cluster.create(secret)
             return [created] if readable else [], f"{title} created"
         except Taken:

@@ -32,6 +32,8 @@ class Request:
     """Image from which pods get the agent if their own image lacks Outlast."""
     job_file_in_annotation: bool = False
     """Whether pods have the job file in an annotation instead of in a ConfigMap."""
+    key_required: bool = False
+    """Whether pods wait for the Secret with the run's key, since other workers have that key; see `contract.Annotation.KEY`."""
 
     @property
     def spec(self) -> spec.Spec:

@@ -47,7 +47,7 @@ def _standard(request: Request, *, index: Source, rendezvous: str, stay: bool) -
     fields, name = request.spec, request.job.metadata.name
     output = volumes.output(fields, name)
     store = volumes.store_url(request.job)
-    key: Source = {"secretKeyRef": {"name": request.names.service, "key": KEY, "optional": True}}
+    key: Source = {"secretKeyRef": {"name": request.names.service, "key": KEY, "optional": not request.key_required}}
     return {
         Env.NAMESPACE: field_source("metadata.namespace"),
         Env.ADDRESS: field_source("status.podIP"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -56,7 +57,9 @@ def workers(snapshot: JobSnapshot, indices: Sequence[int], generation: int, avoi
     if snapshot.plain is not None:
         yield from (snapshot.plain.pod(index) for index in indices)
         return
-    request = _request(snapshot)
+    # Not in the template of a Kueue Workload, which must not change once quota is reserved.
+    key_required = _annotations(snapshot).get(contract.Annotation.KEY) == snapshot.uid
+    request = dataclasses.replace(_request(snapshot), key_required=key_required)
     file = volumes.job_file(request.job)  # dumping YAML is the slowest part of this
     for index in indices:
         pod = worker_pod.pod(request, _worker(snapshot, request, index), index=index, generation=generation, file=file)
@@ -77,9 +80,13 @@ def _request(snapshot: JobSnapshot) -> Request:
     job = snapshot.job
     if job.spec.rendezvous.backend == "etcd":  # in a job from kubectl; the operator decides anyway
         job = job.model_copy(update={"spec": job.spec.model_copy(update={"rendezvous": spec.Rendezvous()})})
-    fresh = (snapshot.document["metadata"].get("annotations") or {}).get(contract.Annotation.FRESH) == "true"
+    fresh = _annotations(snapshot).get(contract.Annotation.FRESH) == "true"
     image = snapshot.limits.agent_image
     return Request(job, names.Names(snapshot.name), snapshot.run, agent_image=image, job_file_in_annotation=True, fresh=fresh)
+
+
+def _annotations(snapshot: JobSnapshot) -> dict[str, str]:
+    return snapshot.document["metadata"].get("annotations") or {}
 
 
 def _worker(snapshot: JobSnapshot, request: Request, index: int = 0) -> worker_pod.Worker:
