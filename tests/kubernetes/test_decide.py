@@ -303,6 +303,13 @@ def avoids(pod: dict[str, Any], node: str) -> bool:
     return {"weight": 100, "preference": {"matchFields": [avoided]}} in affinity
 
 
+def exceed_its_storage(cluster: Cluster) -> None:
+    """As a kubelet does it: with a second for the worker to leave, and without DisruptionTarget."""
+    cluster.end(evicted := pod(cluster, 1), 75)
+    evicted["status"] |= {"reason": "Evicted", "message": 'Usage of EmptyDir volume "cache" exceeds the limit "1Gi". '}
+
+
+OVER = 'worker 1 was evicted by its node: Usage of EmptyDir volume "cache" exceeds the limit "1Gi"'
 UNREAD = "worker 1 failed, and its report cannot be read: its agent is of another version"
 FAILURES: dict[str, tuple[Callable[[Cluster], object], str, str | None]] = {
     "a process": (lambda c: c.fail(1), "rank 1 on worker 1 failed", "rank 1 on worker 1 failed\n"),
@@ -310,6 +317,7 @@ FAILURES: dict[str, tuple[Callable[[Cluster], object], str, str | None]] = {
     "no sentence": (lambda c: fail_saying(c, "reason"), UNREAD, None),
     "killed": (lambda c: c.end(pod(c, 1), 137), "worker 1 was killed (exit code 137)", None),
     "last words": (crash, "worker 1 failed with exit code 139", "Segmentation fault"),
+    "its storage": (exceed_its_storage, f"{OVER}; write less, or raise the limit", None),
     "wrong bits": (wrong_bits, "rank 1 has other bits", "rank 1 on worker 1 failed\n"),
     "stands still": (lambda c: setattr(c.agent_of(1), "frozen", True), "worker 1 has said nothing for 30 s", None),
 }

@@ -97,6 +97,11 @@ def test_failures_are_counted_and_interruptions_are_not() -> None:
     assert (found.failure.worker, found.failure.code, found.failure.reason) == (0, 1, "worker 0 failed with exit code 1")
 
 
+OVER_STORAGE = (
+    'Usage of EmptyDir volume "cache" exceeds the limit "1Gi"',
+    'Container worker exceeded its local ephemeral storage limit "1Gi"',
+    "Pod ephemeral local storage usage exceeds the total limit of containers 1Gi",
+)
 OVER_LIMIT, LOW = "it used more than its limit of 16Gi", "The node was low on resource: memory"
 
 
@@ -109,6 +114,15 @@ OVER_LIMIT, LOW = "it used more than its limit of 16Gi", "The node was low on re
         (ended(code=139), 139, "failed with exit code 139", True),
         (ended(code=0), 0, "is done", False),
         (a_pod(phase="Failed", reason="Evicted", message=f"{LOW}."), -1, f"was evicted by its node: {LOW}", False),
+        *(
+            (
+                a_pod(phase="Failed", reason="Evicted", message=f"{over}. ", **container(terminated={"exitCode": 75})),
+                -1,  # it was told to leave, and would be told so again
+                f"was evicted by its node: {over}; write less, or raise the limit",
+                True,
+            )
+            for over in OVER_STORAGE
+        ),
         (a_pod(phase="Failed", conditions=[disrupted("DeletionByPodGC")]), -1, "was lost with its node", False),
     ],
 )

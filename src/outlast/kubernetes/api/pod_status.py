@@ -37,6 +37,8 @@ _DISRUPTIONS = {
 }
 """Phrases for the reasons in a DisruptionTarget condition.
 https://kubernetes.io/docs/concepts/workloads/pods/disruptions/#pod-disruption-conditions"""
+_OWN_STORAGE_LIMIT = re.compile(r"exceeds the (total )?limit|exceeded its local ephemeral storage limit")
+"""Kubelets' messages about a pod that used more storage than it may (kubernetes/pkg/kubelet/eviction/helpers.go)."""
 _ORDINARY = {"ContainerCreating", "PodInitializing"}
 
 
@@ -129,10 +131,19 @@ def disruption(pod: Document) -> dict[str, Any] | None:
     return condition(pod, "DisruptionTarget")
 
 
+def over_storage_limit(pod: Document) -> bool:
+    """Return whether the pod was evicted because it used more storage than its own limits allow. When the node lacks storage, the
+    pod gets a DisruptionTarget condition."""
+    status = pod.get("status") or {}
+    evicted = status.get("reason") == "Evicted" and disruption(pod) is None
+    return evicted and bool(_OWN_STORAGE_LIMIT.search(status.get("message") or ""))
+
+
 def disrupted(pod: Document) -> bool:
-    """Return whether the cluster or the kubelet terminated the pod."""
+    """Return whether the cluster or the kubelet terminated the pod through no fault of its own."""
     reason = (pod.get("status") or {}).get("reason") or ""
-    return disruption(pod) is not None or reason == "Evicted" or rejected_by_kubelet(reason)
+    evicted = reason == "Evicted" and not over_storage_limit(pod)
+    return disruption(pod) is not None or evicted or rejected_by_kubelet(reason)
 
 
 def unreachable(pod: Document) -> bool:
@@ -323,6 +334,8 @@ def end(pod: Document) -> End | None:
         return End(code, f"{sentence}{_detail(condition_.get('message'))}", False, time)
     if ended.get("reason") == "OOMKilled":
         return End(code, f"{out_of_memory(pod)}; raise {memory_field(pod)}", True, time, out_of_memory=True)
+    if over_storage_limit(pod):  # its exit code may be that of a worker that was told to leave
+        return End(-1, f"was evicted by its node{_detail(status.get('message'))}; write less, or raise the limit", True, time)
     if status.get("reason") == "Evicted":
         return End(code, f"was evicted by its node{_detail(status.get('message'))}", False, time)
     if status.get("reason") == "DeadlineExceeded":
