@@ -334,6 +334,10 @@ TRACES = [
     "outlast | worker 0: rank 1 on worker 0 failed with exit code 1 (exit 1)",
 ]
 ELASTIC = {"kind": "ElasticJob", "metadata": {"name": "train"}, "spec": {"workers": {"replicas": 2}}}
+CALLED = {"type": "Running", "status": "True"}
+NEW = {"status": {"conditions": [{"type": "Created", "status": "True"}]}}
+TAKEN = "PodDisruptionBudget train exists and does not belong to this job, and stays as it is"
+UNHEARD = "most of the 2 workers have said nothing for 100 s though their nodes are well"
 EVICTED = {"type": "Evicted", "status": "True", "reason": "Preempted", "message": "for a workload of higher priority"}
 ADMITTED = {"kind": "Workload", "metadata": {"name": "v"}, "status": {"conditions": [{"type": "Admitted", "status": "True"}]}}
 RESERVED = {"type": "QuotaReserved", "status": "True", "reason": "QuotaReserved", "message": "in ClusterQueue all"}
@@ -380,6 +384,22 @@ UNBOUND = (
     ("Lost", [], "claim-lost", "whose volume is gone"),
 )
 """A claim's phase and events, and the rule and the sentence of its cause."""
+
+
+def elastic(**status: Any) -> Document:
+    return {**ELASTIC, "status": status}
+
+
+def warnings(reason: str, message: str) -> tuple[Document, ...]:
+    return ({**an_event(ELASTIC, reason, message), "type": "Warning"},)
+
+
+def training(events: tuple[Document, ...] = (), **status: Any) -> Snapshot:
+    """An ElasticJob whose two workers train."""
+    workload = elastic(state="Running", world=[0, 1], **status)
+    return Snapshot("train", workload=workload, pods=running(2), nodes=(a_node(),), events=events)
+
+
 SHOWN: tuple[tuple[Snapshot, str, str], ...] = (
     (refusing("no nodes available to schedule pods"), "unschedulable-node", "worker 0 finds no node: the cluster has none"),
     (
@@ -469,6 +489,15 @@ SHOWN: tuple[tuple[Snapshot, str, str], ...] = (
         "it trains with 1 of 2 workers; the others are joining",
     ),
     (of_pod(PULLING, ("Pulling", "Pulling image")), "starting", "worker 0 pulls its image on node-a for 1m40s"),
+    *(
+        (Snapshot("train", workload=elastic(**held, reason=said), events=told), "reported", said)
+        for said in ("the job cannot be understood: its name is long", "Role train-worker of an earlier job still exists")
+        for held, told in (({"state": "Pending"}, ()), ({"state": "Pending", "startTime": "x"}, warnings("InvalidJob", said)))
+    ),
+    (Snapshot("train", workload=ELASTIC | NEW, events=warnings("InvalidJob", "it is not valid")), "reported", "it is not valid"),
+    (training(warnings("NameTaken", TAKEN)), "reported", TAKEN),
+    (training(reason=UNHEARD, conditions=[{**CALLED, "reason": "Unheard"}]), "reported", UNHEARD),
+    (training(warnings("InvalidJob", "it was not valid"), reason="all train"), "training", "nothing is wrong"),
     (Snapshot("train", workload=ELASTIC), "operator", "no operator has taken up the job: its status is empty"),
     (Snapshot("train"), "absent", "there is no job train in namespace default"),
 )
@@ -483,8 +512,12 @@ def test_a_key_that_is_gone_is_not_made_anew_while_others_have_it() -> None:
 def test_what_is_shown_is_explained(seen: Snapshot, name: str, what: str) -> None:
     first = causes(seen)[0]
     assert (first.name, first.what[: len(what)]) == (name, what)
-    assert first.failed == (name not in ("training", "starting"))
+    assert first.failed == (name not in ("training", "starting")) or first.outcome == "warn"
     assert first.remedy or name == "training"
+
+
+def test_a_job_in_which_nothing_is_wrong_shows_what_the_operator_says() -> None:
+    assert [each.evidence for each in causes(training(reason="all 2 workers are here"))] == [("all 2 workers are here",)]
 
 
 def test_a_pod_that_was_replaced_or_left_as_asked_is_no_cause() -> None:

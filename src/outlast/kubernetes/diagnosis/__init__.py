@@ -60,6 +60,8 @@ def causes(snapshot: Snapshot, now: float) -> list[Finding]:
     if any(each.name == "suspended" for each in findings):
         # The other findings explain the suspension, or are outdated.
         findings = [each for each in findings if each.name in ("suspended", "deleted")]
+    if not any(each.failed for each in findings):
+        findings = [*job.reported(snapshot), *findings]
     if any(each.failed for each in findings):
         findings = [each for each in findings if each.failed or each.name != "starting"]
     return findings or [_healthy(snapshot)]
@@ -70,12 +72,14 @@ def _healthy(snapshot: Snapshot) -> Finding:
         what = f"there is no job {snapshot.name} in namespace {snapshot.namespace}"
         return Finding("absent", what, "`outlast list` shows those there are")
     running = [pod for pod in snapshot.pods if pod_status.phase(pod) == "Running"]
+    status, replicas = snapshot.workload.get("status") or {}, snapshot.replicas()
+    told = (str(status["reason"]),) if status.get("reason") else ()
     if not running:
-        return passed("starting", "no worker has a pod yet, and no event says why", "look again in a few seconds")
-    world, replicas = (snapshot.workload.get("status") or {}).get("world"), snapshot.replicas()
+        return passed("starting", "no worker has a pod yet, and no event says why", "look again in a few seconds", told)
+    world = status.get("world")
     if snapshot.kind == "ElasticJob" and world and len(world) < replicas:
-        return passed("training", f"it trains with {len(world)} of {replicas} workers; the others are joining")
-    return passed("training", f"nothing is wrong: {len(running)} of {replicas} workers run")
+        return passed("training", f"it trains with {len(world)} of {replicas} workers; the others are joining", "", told)
+    return passed("training", f"nothing is wrong: {len(running)} of {replicas} workers run", "", told)
 
 
 def text(findings: Iterable[Finding], *, forbidden: Iterable[str] = ()) -> str:

@@ -19,6 +19,8 @@ from outlast.rendezvous import sentences
 from outlast.rendezvous.partition import Loss
 
 _QUEUE = "kueue.x-k8s.io/queue-name"
+_REPORTED = ("InvalidJob", "NoGang", "FailedCreate", "NameTaken", "Unheard")
+"""The operator's reasons, in conditions and Events, for what concerns a job as a whole."""
 
 
 def not_reconciled(snapshot: Snapshot, _: float) -> Iterator[Finding]:
@@ -29,6 +31,22 @@ def not_reconciled(snapshot: Snapshot, _: float) -> Iterator[Finding]:
         yield Finding(
             "operator", "no operator has taken up the job: its status is empty", remedy, (f"operator: {operator.what}",)
         )
+
+
+def reported(snapshot: Snapshot) -> Iterator[Finding]:
+    """Find what the operator itself has written: why it creates no pods yet, or a warning that still holds."""
+    status = snapshot.workload.get("status") or {}
+    reason = str(status.get("reason", ""))
+    runs = any(pod_status.phase(pod) == "Running" for pod in snapshot.pods)
+    held = status.get("state") == "Pending" and not status.get("startTime")  # the operator has not even accepted the job
+    conditions = [each for each in pod_status.conditions(snapshot.workload) if each.get("status") == "True"]
+    sentences = [reason] if held or any(each.get("reason") in _REPORTED for each in conditions) else []
+    for event in snapshot.events_about(snapshot.workload, *_REPORTED):
+        holds = event["reason"] == "NameTaken" or event["message"] == reason[:1024] or not (reason or runs)
+        sentences += [event["message"]] if event.get("type") == "Warning" and holds else []
+    for sentence in dict.fromkeys(filter(None, sentences)):
+        remedy = "correct what it names, if it does not pass by itself; the operator then goes on"
+        yield Finding("reported", sentence, remedy, outcome="warn" if runs else "fail")
 
 
 def repeatedly_failing(snapshot: Snapshot, _: float) -> Iterator[Finding]:
