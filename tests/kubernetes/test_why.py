@@ -400,6 +400,19 @@ def training(events: tuple[Document, ...] = (), **status: Any) -> Snapshot:
     return Snapshot("train", workload=workload, pods=running(2), nodes=(a_node(),), events=events)
 
 
+def of_operator(seen: Snapshot, ready: int, suspend: bool = False, **more: Any) -> Snapshot:
+    """A job of generation 2, and an operator of which so many pods are ready."""
+    spec = {"template": {"spec": {"containers": [{"image": "operator:1"}]}}, "replicas": 2}
+    operator = {"metadata": {"namespace": "outlast-system"}, "spec": spec, "status": {"availableReplicas": ready}}
+    meta, spec = {"name": "train", "generation": 2}, {**ELASTIC["spec"], "suspend": suspend}
+    workload = {**seen.workload, "metadata": meta, "spec": spec}
+    return dataclasses.replace(seen, workload=workload, defined=True, operator=operator, **more)
+
+
+def without_operator(seen: Snapshot, **more: Any) -> Snapshot:
+    return of_operator(seen, ready=0, **more)
+
+
 SHOWN: tuple[tuple[Snapshot, str, str], ...] = (
     (refusing("no nodes available to schedule pods"), "unschedulable-node", "worker 0 finds no node: the cluster has none"),
     (
@@ -498,6 +511,12 @@ SHOWN: tuple[tuple[Snapshot, str, str], ...] = (
     (training(warnings("NameTaken", TAKEN)), "reported", TAKEN),
     (training(reason=UNHEARD, conditions=[{**CALLED, "reason": "Unheard"}]), "reported", UNHEARD),
     (training(warnings("InvalidJob", "it was not valid"), reason="all train"), "training", "nothing is wrong"),
+    (without_operator(training(), pods=running()), "operator", "no operator has replaced its missing workers"),
+    (without_operator(training(), pods=(ended(75), *running(2)[1:])), "operator", "no operator has replaced its missing workers"),
+    (without_operator(training(observedGeneration=1), suspend=True), "operator", "no operator has taken up its last change"),
+    (of_operator(training(observedGeneration=1), ready=2), "operator", "no operator has taken up its last change"),
+    (of_operator(training(observedGeneration=2), ready=2, pods=running()), "training", "nothing is wrong: 1 of 2 workers run"),
+    (of_operator(training(), ready=2, suspend=True), "suspended", "it is being suspended; still running: workers 0 and 1"),
     (Snapshot("train", workload=ELASTIC), "operator", "no operator has taken up the job: its status is empty"),
     (Snapshot("train"), "absent", "there is no job train in namespace default"),
 )
@@ -512,7 +531,7 @@ def test_a_key_that_is_gone_is_not_made_anew_while_others_have_it() -> None:
 def test_what_is_shown_is_explained(seen: Snapshot, name: str, what: str) -> None:
     first = causes(seen)[0]
     assert (first.name, first.what[: len(what)]) == (name, what)
-    assert first.failed == (name not in ("training", "starting")) or first.outcome == "warn"
+    assert first.failed == (name not in ("training", "starting", "suspended")) or first.outcome == "warn"
     assert first.remedy or name == "training"
 
 

@@ -59,7 +59,7 @@ def causes(snapshot: Snapshot, now: float) -> list[Finding]:
     findings.sort(key=lambda each: each.name in _CONSEQUENCES)
     if any(each.name == "suspended" for each in findings):
         # The other findings explain the suspension, or are outdated.
-        findings = [each for each in findings if each.name in ("suspended", "deleted")]
+        findings = [each for each in findings if each.name in ("suspended", "deleted", "operator")]
     if not any(each.failed for each in findings):
         findings = [*job.reported(snapshot), *findings]
     if any(each.failed for each in findings):

@@ -92,8 +92,19 @@ class Snapshot:
         return [other for other in self.pods if pod_status.labelled_index(other) == index is not None]
 
     def unreconciled(self) -> bool:
-        """Return whether the workload is an ElasticJob that no operator has acted on."""
-        return self.kind == "ElasticJob" and not self.workload.get("status") and not self.pods
+        """Return whether the workload is an ElasticJob for which the operator still has to do something."""
+        status, suspended = self.workload.get("status") or {}, (self.workload.get("spec") or {}).get("suspend")
+        late = not status or self.changed() or (self.missing() > 0 and not suspended)
+        return self.kind == "ElasticJob" and late and not status.get("completionTime")
+
+    def changed(self) -> bool:
+        """Return whether the workload has been changed since its controller last wrote its status."""
+        generation = self.workload.get("metadata", {}).get("generation", 0)
+        return bool((self.workload.get("status") or {}).get("observedGeneration", generation) < generation)
+
+    def missing(self) -> int:
+        """Return how many workers have no pod, or only one that has failed."""
+        return self.replicas() - sum(pod_status.phase(pod) in ("Pending", "Running", "Succeeded") for pod in self.pods)
 
     def replicas(self) -> int:
         return workload_template.replicas(self.workload)

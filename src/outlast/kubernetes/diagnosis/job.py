@@ -13,7 +13,7 @@ from outlast.job.status import JobStatus
 from outlast.kubernetes.api import dropins, pod_status
 from outlast.kubernetes.diagnosis import cluster, containers, messages
 from outlast.kubernetes.diagnosis.evidence import Snapshot, event_text, event_time, per_pod
-from outlast.kubernetes.diagnosis.finding import Finding, joined, passed, repeated_failures, workers
+from outlast.kubernetes.diagnosis.finding import Finding, Outcome, joined, passed, repeated_failures, workers
 from outlast.kubernetes.manifests.render_request import Document
 from outlast.rendezvous import sentences
 from outlast.rendezvous.partition import Loss
@@ -24,13 +24,16 @@ _REPORTED = ("InvalidJob", "NoGang", "FailedCreate", "NameTaken", "Unheard")
 
 
 def not_reconciled(snapshot: Snapshot, _: float) -> Iterator[Finding]:
-    """Find an ElasticJob that no operator has reconciled."""
+    """Find an ElasticJob that no operator reconciles. While an operator runs, pods may be missing for a moment."""
+    new, changed = not snapshot.workload.get("status"), snapshot.changed()
     if snapshot.unreconciled():
         (operator,) = cluster.operator(snapshot)
-        remedy = operator.remedy or "see what it says: `kubectl logs` of its pods"
-        yield Finding(
-            "operator", "no operator has taken up the job: its status is empty", remedy, (f"operator: {operator.what}",)
-        )
+        if operator.failed or new or changed:
+            undone = "taken up the job: its status is empty" if new else "taken up its last change"
+            what = f"no operator has {undone if new or changed else 'replaced its missing workers'}"
+            remedy = operator.remedy or "see what it says: `kubectl logs` of its pods"
+            outcome: Outcome = "fail" if operator.failed or new else "warn"
+            yield Finding("operator", what, remedy, (f"operator: {operator.what}",), outcome)
 
 
 def reported(snapshot: Snapshot) -> Iterator[Finding]:
@@ -90,8 +93,7 @@ def excluded_workers(snapshot: Snapshot, now: float) -> Iterator[Finding]:
 
 def failed_creations(snapshot: Snapshot, _: float) -> Iterator[Finding]:
     """Find the reasons why pods could not be created, as long as some are missing."""
-    existing = [pod for pod in snapshot.pods if pod_status.phase(pod) in ("Pending", "Running", "Succeeded")]
-    missing, wanted = snapshot.replicas() - len(existing), snapshot.replicas()
+    missing, wanted = snapshot.missing(), snapshot.replicas()
     if missing <= 0:
         return
     single = "the worker" if Label.JOB in (snapshot.workload.get("metadata", {}).get("labels") or {}) else "it"
@@ -233,13 +235,17 @@ def starting(snapshot: Snapshot, now: float) -> Iterator[Finding]:
 def suspended(snapshot: Snapshot, _: float) -> Iterator[Finding]:
     """Report a job that is suspended, scaled to 0 or being deleted."""
     spec = snapshot.workload.get("spec", {})
+    running = [pod for pod in snapshot.pods if pod_status.phase(pod) == "Running"]
+    still = f"; still running: {workers(running)}" if running else ""
     queued = _QUEUE in snapshot.workload.get("metadata", {}).get("labels", {})
     if spec.get("suspend") and not queued and not _failed_condition(snapshot):
-        yield passed("suspended", "it is suspended", f"go on with: outlast resume {snapshot.name}")
+        yield passed(
+            "suspended", f"it is {'being ' if running else ''}suspended{still}", f"go on with: outlast resume {snapshot.name}"
+        )
     elif snapshot.kind in ("StatefulSet", "ElasticJob") and snapshot.replicas() == 0:
         scaled = snapshot.kind == "ElasticJob" and not dropins.has(snapshot.workload)
         remedy = f"outlast scale {snapshot.name} 1" if scaled else f"outlast resume {snapshot.name}"
-        yield passed("suspended", "its number of workers is 0", f"go on with: {remedy}")
+        yield passed("suspended", f"its number of workers is 0{still}", f"go on with: {remedy}")
     if deletion := snapshot.workload.get("metadata", {}).get("deletionTimestamp"):
         finalizers = snapshot.workload["metadata"].get("finalizers", [])
         evidence = (f"since {deletion}", *((f"held by {joined(finalizers)}",) if finalizers else ()))
