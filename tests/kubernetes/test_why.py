@@ -26,6 +26,7 @@ from outlast.job.status import CheckpointStatus, JobStatus, State, StoreStatus, 
 from outlast.kubernetes import api, diagnosis
 from outlast.kubernetes.api import kinds, pod_status
 from outlast.kubernetes.diagnosis import Finding, Snapshot, containers, gather_evidence, local_job, messages, nodes
+from outlast.rendezvous import sentences
 
 Outlast = Callable[..., tuple[int, str, str]]
 
@@ -145,6 +146,7 @@ WORDS = {
     "kueue": ("queue", "known", "state", "workload"),
     "images": ("image",),
     "starts": (),
+    "deaf": (),
     "exits": ("pods", "were", "code", "reason", "job", "field"),
     "given-up": ("job", "said"),
     "mounts": ("node",),
@@ -334,6 +336,9 @@ TRACES = [
     "outlast | worker 0: rank 1 on worker 0 failed with exit code 1 (exit 1)",
 ]
 ELASTIC = {"kind": "ElasticJob", "metadata": {"name": "train"}, "spec": {"workers": {"replicas": 2}}}
+WAITS = a_pod(phase="Running", node="node-a")
+DEAF = f"outlast | {sentences.DEAF}; it tries again: the API server https://10.96.0.1:443 cannot be reached: no answer"
+HEARS = f"outlast | {sentences.HEARS}"
 CALLED = {"type": "Running", "status": "True"}
 NEW = {"status": {"conditions": [{"type": "Created", "status": "True"}]}}
 TAKEN = "PodDisruptionBudget train exists and does not belong to this job, and stays as it is"
@@ -517,6 +522,9 @@ SHOWN: tuple[tuple[Snapshot, str, str], ...] = (
     (of_operator(training(observedGeneration=1), ready=2), "operator", "no operator has taken up its last change"),
     (of_operator(training(observedGeneration=2), ready=2, pods=running()), "training", "nothing is wrong: 1 of 2 workers run"),
     (of_operator(training(), ready=2, suspend=True), "suspended", "it is being suspended; still running: workers 0 and 1"),
+    (of_pod(WAITS, logs={"train-0": [DEAF]}), "deaf", "worker 0 does not hear the operator: it does not reach the API server"),
+    (of_pod(WAITS, logs={"train-0": [DEAF.replace("cannot be reached", "x")]}), "deaf", "worker 0 does not hear the operator"),
+    (of_pod(WAITS, logs={"train-0": [DEAF, HEARS]}), "starting", "worker 0 runs, and is in no world yet"),
     (Snapshot("train", workload=ELASTIC), "operator", "no operator has taken up the job: its status is empty"),
     (Snapshot("train"), "absent", "there is no job train in namespace default"),
 )

@@ -32,6 +32,7 @@ from outlast.job.ledger import Ledger
 from outlast.job.workerfiles import progress_file
 from outlast.kubernetes import api
 from outlast.kubernetes.api.kinds import ELASTIC_JOB, LEASE
+from outlast.rendezvous import sentences
 from outlast.rendezvous.messages import Called, Closed, Published, Report
 from outlast.rendezvous.who_trains import World
 
@@ -84,7 +85,7 @@ class Board:
         self.run = environ.get(Env.OWNER, member.run)  # the operator knows the run by the name that it gave its pods
         self.id = member.id
         self.put_log = ConnectionLog("the operator does not hear this worker", "the operator hears this worker again")
-        self.watch_log = ConnectionLog("this worker does not hear the operator", "this worker hears the operator again")
+        self.watch_log = ConnectionLog(sentences.DEAF, sentences.HEARS)
         self._job, self._member, self._namespace = job, environ[Env.MEMBER], environ.get(Env.NAMESPACE, "")
         self._state, self._processes = member.state, member.processes
         self._must_leave, self._run_ended = member.must_leave, member.run_ended

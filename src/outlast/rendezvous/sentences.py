@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+DEAF, HEARS = "this worker does not hear the operator", "this worker hears the operator again"
+"""Lines of a worker's log about its watch of the job, which `outlast why` reads."""
+
 
 def workers(ids: Iterable[int]) -> str:
     """Return a phrase such as `worker 2`, `workers 0, 1 and 2` or `12 workers`."""

@@ -42,6 +42,7 @@ RULES: tuple[Rule, ...] = (
     job.gangs,
     job.gates,
     job.repeatedly_failing,
+    job.deaf,
     job.starting,
     job.waiting_for_workers,
 )

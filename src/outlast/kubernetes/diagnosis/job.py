@@ -214,6 +214,14 @@ def waiting_for_workers(snapshot: Snapshot, _: float) -> Iterator[Finding]:
         yield passed("starting", f"{workers(running, 'runs')}, and {verb} in no world yet", remedy)
 
 
+@per_pod
+def deaf(snapshot: Snapshot, pod: Document) -> Iterator[Finding]:
+    """Find workers that are in no world because they do not hear the operator."""
+    lines = [line for line in snapshot.logs.get(pod_status.name(pod), ()) if sentences.DEAF in line or sentences.HEARS in line]
+    if lines and sentences.DEAF in lines[-1] and not pod_status.condition(pod, "Ready"):
+        yield messages.meaning("deaf", lines[-1], (lines[-1],))
+
+
 def starting(snapshot: Snapshot, now: float) -> Iterator[Finding]:
     """Report pods that are starting, for example while their images are pulled."""
     for pod in snapshot.pods:
