@@ -191,6 +191,15 @@ def test_a_pod_in_the_way_is_named_and_looked_for_again(
     assert told(cluster) == ([("Warning", "FailedCreate", stays)] if stays else [])
 
 
+def test_workers_pull_images_with_the_secrets_of_the_namespaces_default_account(
+    api: ApiServer, cluster: Cluster, job: Document
+) -> None:
+    account = kinds.SERVICE_ACCOUNT.document({"name": "train-worker", "namespace": "default"})
+    api.put(kinds.SERVICE_ACCOUNT.document({"name": "default"}, imagePullSecrets=[{"name": "registry"}]))
+    act(cluster, job, Plan(prerequisites=(account,)), NOW)
+    assert cluster.get(kinds.SERVICE_ACCOUNT, "train-worker")["imagePullSecrets"] == [{"name": "registry"}]
+
+
 def an_owned_service(job: Document, **owner: str) -> Document:
     """Return the Service that a job needs; it belongs to this owner, or to the job."""
     whole = {**a_pod(job)["metadata"]["ownerReferences"][0], **owner}

@@ -16,7 +16,7 @@ from typing import Any
 from outlast.base.errors import Absent, ClusterError, Conflict, Forbidden, Refused, Taken
 from outlast.job.contract import OPERATOR, Label
 from outlast.kubernetes.api import owner_references, pod_status
-from outlast.kubernetes.api.kinds import EVENT, POD, ROLE, ROLE_BINDING, kind_of
+from outlast.kubernetes.api.kinds import EVENT, POD, ROLE, ROLE_BINDING, SERVICE_ACCOUNT, kind_of
 from outlast.kubernetes.operator.plan import Deletion, Document, Event, Plan
 from outlast.kubernetes.operator.writer import Parallel, Writer
 
@@ -133,6 +133,9 @@ class _Execution:
 
     def _create_unless_exists(self, document: Document) -> str:
         refused: ClusterError | None = None
+        if kind_of(document) is SERVICE_ACCOUNT:  # its pods pull images as those of the namespace's default account do
+            default = self.cluster.find(SERVICE_ACCOUNT, "default", namespace=self.namespace) or {}
+            document = {**document, "imagePullSecrets": default.get("imagePullSecrets") or []}
         try:
             if _create(self.cluster, document):
                 return ""
