@@ -339,7 +339,7 @@ BEFORE: Document = {
     "env": {"A": "1"},
     "template": {"spec": {"hostNetwork": True}},
 }
-REMEDY = "delete the job and apply it under the same name: it goes on from its checkpoint"
+REMEDY = "delete the job and apply it (with code: outlast submit) under the same name: it goes on from its checkpoint"
 
 
 @pytest.mark.parametrize(

@@ -543,6 +543,11 @@ def test_what_is_shown_is_explained(seen: Snapshot, name: str, what: str) -> Non
     assert first.remedy or name == "training"
 
 
+def test_code_that_was_deleted_with_its_job_is_submitted_again() -> None:
+    waits = of_pod(a_pod(node="node-a"), ("FailedMount", 'configmap "train-code-1a2b3c4d" not found'))
+    assert causes(waits)[0].remedy == "bring the code, which is deleted with its job: outlast submit FILE"
+
+
 def test_a_job_in_which_nothing_is_wrong_shows_what_the_operator_says() -> None:
     assert [each.evidence for each in causes(training(reason="all 2 workers are here"))] == [("all 2 workers are here",)]
 

@@ -79,6 +79,8 @@ def references(snapshot: Snapshot, pod: Document) -> Iterator[Finding]:
         remedy = f"make it (kubectl create {create} {name} -n {snapshot.namespace} {content}) or correct {field}"
         if name == names.Names(snapshot.name).service:  # other workers have the key that was in it
             remedy = f"end the job (outlast cancel {snapshot.name}), and submit it again: its workers save before they leave"
+        if kind == "configmap" and name.startswith(f"{snapshot.name}-code-"):
+            remedy = "bring the code, which is deleted with its job: outlast submit FILE"
         what = f"waits for the {kind_name} {name}, which does not exist in namespace {snapshot.namespace}"
         yield Finding(f"{kind}-missing", what, remedy, evidence)
 

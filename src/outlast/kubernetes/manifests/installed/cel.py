@@ -37,7 +37,7 @@ def _immutable(name: str, *, within: str = "") -> Rule:
     new, old = (f"{each}.{within}" if within else each for each in ("self", "oldSelf"))
     has_new, has_old = (f"has({each}) && has({each}.{name})" if within else f"has({each}.{name})" for each in (new, old))
     condition = f"({has_new}) == ({has_old}) && (!({has_new}) || {new}.{name} == {old}.{name})"
-    remedy = "delete the job and apply it under the same name: it goes on from its checkpoint"
+    remedy = "delete the job and apply it (with code: outlast submit) under the same name: it goes on from its checkpoint"
     message = f"{f'{within}.{name}' if within else name} of a job cannot change; {remedy}"
     return {"rule": condition, "message": message, "fieldPath": f".{within or name}"}
 
