@@ -95,7 +95,7 @@ class Snapshot:
         """Return whether the workload is an ElasticJob for which the operator still has to do something."""
         status, suspended = self.workload.get("status") or {}, (self.workload.get("spec") or {}).get("suspend")
         late = not status or self.changed() or (self.missing() > 0 and not suspended)
-        return self.kind == "ElasticJob" and late and not status.get("completionTime")
+        return self.kind == "ElasticJob" and late and status.get("state") not in ("Succeeded", "Failed")
 
     def changed(self) -> bool:
         """Return whether the workload has been changed since its controller last wrote its status."""
