@@ -339,6 +339,13 @@ def test_impossible_numbers_of_workers_are_refused(workers: str, sentence: str) 
         ("env: {OUTLAST_JOB: x}", "env.OUTLAST_JOB is set by Outlast itself; remove it"),
         ("env: {PET_NNODES: 2}", "env.PET_NNODES is set by Outlast itself; remove it"),
         ("env: {MY-NAME: x}", "env.MY-NAME is not a name for an environment variable; use letters, digits and _"),
+        (r'env: {A: "x\0y"}', "env.A has a NUL, which no variable can hold; remove it"),
+        (r'env: {A: "\ud800"}', "env.A has a lone surrogate (U+D800), which no variable can hold; remove it"),
+        (
+            f"env: {{AB: {'x' * 131069}}}",
+            "env.AB has 131073 bytes, and Linux allows 131072 bytes for a variable with its name; "
+            "write it to a file, and set the file's path here",
+        ),
         ("env: [A=x]", "env (a list) must be a mapping of names to values"),
         ("cleanPodPolicy: Some", "cleanPodPolicy (Some) must be All, Running or None"),
         ("activeDeadlineSeconds: 1h", "activeDeadlineSeconds (1h) must be a whole number"),

@@ -362,6 +362,15 @@ def test_a_run_keeps_its_copy_of_outlast_until_it_is_taken_up(here: Here, tmp_pa
     assert here.backend.notices[-1].endswith("/outlast/__init__.py/packages'); interrupt the job before an upgrade")
 
 
+def test_a_launcher_that_always_ends_is_not_started_for_ever(here: Here) -> None:
+    here.submit()
+    here.leave(State.RUNNING, finished=None, launcher=1)
+    assert [here.backend.ensure("job") for _ in range(3)] == [True] * 3
+    here.state_dir.log.write_text("Traceback\nValueError: embedded null byte\n")
+    with pytest.raises(OutlastError, match=r"has ended 3 times in a minute; .*/launcher.log says: ValueError: embedded null byte$"):
+        here.backend.ensure("job")
+
+
 # Processes
 
 

@@ -28,6 +28,8 @@ _POLL_S = 0.2
 """Poll interval for the status in seconds, short enough that changes seem to appear at once."""
 _ENSURE_INTERVAL_S = 1.0
 """Seconds between checks that the job still has a launcher."""
+_START_TIMEOUT_S = 5.0
+"""Seconds that a launcher which was started again may take to show that it works."""
 _DRAIN_TIMEOUT_S = 1.0
 """Seconds to wait for each further log line after the job has ended."""
 _KILL_TIMEOUT_S = 5.0
@@ -68,7 +70,7 @@ def follow(place: Backend, name: str, shown: Screen, signals: Sequence[int], *, 
     """Show a run until it ends or is killed. Returns the last status and the exit code. `tail` is as for `Backend.logs`."""
     logs, folded = _Logs(place, name, tail), terminal.Folded()
     obeyed = 0
-    ensured = time.monotonic()
+    ensured, starting = time.monotonic(), 0.0
     status: JobStatus | None = None
     while True:
         new = place.status(name)
@@ -78,13 +80,14 @@ def follow(place: Backend, name: str, shown: Screen, signals: Sequence[int], *, 
             shown.lines(list(folded.rest()))
         shown.update(new)
         status = new
-        over = not status.state.active
-        if not obeyed and not status.state.final and (over or time.monotonic() - ensured > _ENSURE_INTERVAL_S):
-            ensured = time.monotonic()
+        over, now = not status.state.active, time.monotonic()
+        due = now >= starting and (over or now - ensured > _ENSURE_INTERVAL_S)
+        if due and not obeyed and not status.state.final:
+            ensured = now
             if place.ensure(name):
                 shown.say("the job's launcher was gone; started it again")
-                over = False
-        if over:
+                starting = now + _START_TIMEOUT_S
+        if over and (status.state.final or obeyed or now >= starting):
             for lines in logs.rest():
                 shown.lines([*folded.take(lines), *folded.rest()])
             return status, exit_code(status)

@@ -32,6 +32,8 @@ from outlast.worker.launch import os_calls, package_copy
 from outlast.worker.prepare import data_cache_eviction, phases
 
 _LOG_POLL_S = 0.1
+_RESTARTS, _RESTARTS_WINDOW_S = 3, 60.0
+"""Launchers that `ensure` starts for a job within a minute, before it gives up."""
 _START_TIMEOUT_S = 10.0
 """Seconds that a launcher may take to acquire its lock: Python starts slowly on a busy machine."""
 _STOP_TIMEOUT_S = 300.0
@@ -47,6 +49,7 @@ class LocalBackend:
     def __init__(self, state: Path, *, start: Callable[..., None] = os_calls.daemon) -> None:
         self._root = state.absolute()
         self._start = start
+        self._restarts: dict[str, list[float]] = {}
         self.notices: list[str] = []
         """Messages for the user about the most recently submitted or resumed job."""
 
@@ -80,13 +83,20 @@ class LocalBackend:
         return run
 
     def ensure(self, name: str) -> bool:
-        """Start a launcher if the job is active and no launcher is running or starting. Returns whether one was started."""
+        """Start a launcher if the job is active and no launcher is running or starting. Returns whether one was started. Raises
+        OutlastError if launchers keep ending."""
         state_dir = self._existing(name)
         status = self._read(state_dir)
         if not status.state.active or state_dir.has_launcher():
             return False
         if status.launcher is None and _is_starting(state_dir):
             return False
+        now = time.monotonic()
+        recent = [at for at in self._restarts.get(name, []) if now - at < _RESTARTS_WINDOW_S]
+        if len(recent) >= _RESTARTS:
+            last = files.text(state_dir.log).rstrip().rpartition("\n")[2]
+            raise OutlastError(f"the launcher of job {name} has ended {_RESTARTS} times in a minute; {state_dir.log} says: {last}")
+        self._restarts[name] = [*recent, now]
         self._launch(state_dir)
         return True
 

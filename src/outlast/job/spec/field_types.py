@@ -162,14 +162,25 @@ def auto_or_count(value: Any) -> Any:
     raise ValueError("must be auto or a number from 1 on")
 
 
+_LONGEST_VARIABLE = 32 * 4096
+"""MAX_ARG_STRLEN of Linux in bytes, with the name, `=` and a NUL: https://man7.org/linux/man-pages/man2/execve.2.html"""
+
+
 def unreserved(value: dict[str, str]) -> dict[str, str]:
-    """Accept environment variables with valid names, except those that Outlast or torchrun sets."""
+    """Accept environment variables that a process can have, except those that Outlast or torchrun sets."""
     broken: list[tuple[Place, str]] = []
-    for name in value:
+    for name, text in value.items():
+        size = len(f"{name}={text}\0".encode(errors="replace"))
         if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
             broken.append(((name,), f"env.{name} is not a name for an environment variable; use letters, digits and _"))
         elif contract.RESERVED_ENV.search(name):
             broken.append(((name,), f"env.{name} is set by Outlast itself; remove it"))
+        elif odd := re.search("[\0\ud800-\udfff]", text):
+            what = f"a lone surrogate (U+{ord(odd[0]):X})" if ord(odd[0]) else "a NUL"
+            broken.append(((name,), f"env.{name} has {what}, which no variable can hold; remove it"))
+        elif size > _LONGEST_VARIABLE:
+            most = f"Linux allows {_LONGEST_VARIABLE} bytes for a variable with its name"
+            broken.append(((name,), f"env.{name} has {size} bytes, and {most}; write it to a file, and set the file's path here"))
     if broken:
         raise validation.Broken(broken)
     return value
