@@ -21,8 +21,10 @@ from pathlib import Path
 
 import pytest
 
+import apiserver
 import outlast as outlast_package
 from here import LONG_AGO, SOON, Here, outlast
+from outlast import cli
 from outlast.base import file_locks, files
 from outlast.base.errors import AlreadyRunning, NotFound, OutlastError
 from outlast.job import contract, spec
@@ -30,6 +32,7 @@ from outlast.job import faults as chaos
 from outlast.job.shipping import code_files
 from outlast.job.status import CheckpointStatus, JobStatus, RankStatus, SnapshotStatus, State, WorkerStatus
 from outlast.job.workerfiles import progress_file
+from outlast.kubernetes.api import requests
 from outlast.local import log_reader, output_dir
 from outlast.local.live_status import LiveStatus
 from outlast.local.state_dir import Request, Run, StateDir
@@ -82,6 +85,21 @@ def test_a_job_that_has_ended_is_forgotten_and_its_output_only_when_asked(here: 
     (here.output / contract.OWNER).write_text(str(here.state_dir.path))
     assert outlast(here, "forget", "job", "--output", "-y")[0] == 0
     assert (here.output.exists(), here.state_dir.path.exists()) == (False, False)
+
+
+@pytest.mark.parametrize(("config", "why"), [("gone", "KUBECONFIG names "), ("dead", "the API server http://127.0.0.1:9 ")])
+def test_a_misspelt_name_is_said_before_the_cluster_that_cannot_be_asked(
+    here: Here, config: str, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
+) -> None:
+    here.submit()
+    monkeypatch.setattr(requests, "pause", lambda *_: 0)
+    apiserver.kubeconfig(tmp_path / "dead", "http://127.0.0.1:9")
+    monkeypatch.setenv("OUTLAST_STATE_DIR", str(tmp_path / "state"))
+    monkeypatch.setenv("KUBECONFIG", str(tmp_path / config))
+    with pytest.raises(SystemExit):
+        cli.main(["status", "jobb"])
+    said = "Error: no job jobb; did you mean job? there is job; and the cluster cannot be asked: "
+    assert capsys.readouterr().err.startswith(f"{said}{why}")
 
 
 def test_git_ignores_the_state_but_nothing_that_is_not_ours(here: Here) -> None:
@@ -367,7 +385,9 @@ def test_a_launcher_that_always_ends_is_not_started_for_ever(here: Here) -> None
     here.leave(State.RUNNING, finished=None, launcher=1)
     assert [here.backend.ensure("job") for _ in range(3)] == [True] * 3
     here.state_dir.log.write_text("Traceback\nValueError: embedded null byte\n")
-    with pytest.raises(OutlastError, match=r"has ended 3 times in a minute; .*/launcher.log says: ValueError: embedded null byte$"):
+    with pytest.raises(
+        OutlastError, match=r"has ended 3 times in a minute; .*/launcher.log says: ValueError: embedded null byte$"
+    ):
         here.backend.ensure("job")
 
 

@@ -48,7 +48,11 @@ def main(args: Sequence[str] | None = None, *, backend: Any = None, name: str = 
 
     terminal.guard()
     try:
-        commands.command()(args=args, obj=backend, prog_name=name)
+        try:
+            commands.command()(args=args, obj=backend, prog_name=name)
+        finally:
+            with contextlib.suppress(BrokenPipeError):
+                sys.stdout.flush()
     except OutlastError as error:
         print(error if isinstance(error, InvalidJob) else f"Error: {error}", file=sys.stderr)
         sys.exit(error.exit_code)

@@ -6,6 +6,7 @@ searched first, then the namespace of the kubeconfig's current context, if there
 
 from __future__ import annotations
 
+import difflib
 import os
 import re
 from collections.abc import Sequence
@@ -17,7 +18,7 @@ import typer
 from typer.core import TyperCommand
 
 from outlast.base import units
-from outlast.base.errors import NotFound, OutlastError
+from outlast.base.errors import NoCluster, NotFound, OutlastError, Unanswered
 from outlast.cli import completion, tables, terminal
 
 if TYPE_CHECKING:
@@ -101,7 +102,18 @@ def place(
         return here
     from outlast.kubernetes.api import kubeconfig
 
-    return cluster(ctx) if kubeconfig.available(os.environ) else here
+    try:
+        there = cluster(ctx) if kubeconfig.available(os.environ) else None
+        if there and name and difflib.get_close_matches(name, known, 1):  # probably a job of this machine
+            there.cluster.has_namespace()
+        return there or here
+    except (NoCluster, Unanswered) as problem:
+        try:
+            tables.one_of("job", name, sorted(known), none=str(problem))
+        except NotFound as unknown:
+            if known:
+                raise NotFound(f"{unknown}; and the cluster cannot be asked: {problem}") from problem
+        raise
 
 
 def cluster(

@@ -9,6 +9,7 @@ keep only their colours (SGR), and `console` for rich. `colours` obeys NO_COLOR 
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import re
 import signal
@@ -56,6 +57,24 @@ def one_line(text: str) -> str:
     return safe(text).replace("\n", "\\n").replace("\t", " ")
 
 
+class CannotPrint(OutlastError):
+    """A standard stream cannot be written."""
+
+    exit_code = 1
+
+
+@contextlib.contextmanager
+def _writing(stream: TextIO) -> Iterator[None]:
+    """Raises CannotPrint if a stream cannot be written, except if its reader is gone: then the command ends without a word."""
+    try:
+        yield
+    except OSError as problem:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), _raw(stream).fileno())  # Python writes the rest when it exits
+        if isinstance(problem, BrokenPipeError):
+            raise
+        raise CannotPrint(f"the output cannot be written: {problem.strerror}; send it elsewhere (jobs go on)") from problem
+
+
 class _Guarded:
     """A stream that writes safe text. `buffer` is missing because it would bypass the check."""
 
@@ -63,8 +82,14 @@ class _Guarded:
         self.raw = raw
 
     def write(self, text: str) -> int:
-        self.raw.write(safe(text))
+        if text != "":  # with which click finds out whether a stream takes text
+            with _writing(self.raw):
+                self.raw.write(safe(text))
         return len(text)
+
+    def flush(self) -> None:
+        with _writing(self.raw):
+            self.raw.flush()
 
     def writelines(self, lines: Iterable[str]) -> None:
         for line in lines:
@@ -77,9 +102,13 @@ class _Guarded:
 
 
 def guard() -> None:
-    """Make all output of this process safe from now on."""
+    """Make all output of this process safe from now on. A closed one (`>&-`) swallows it."""
     release()
-    sys.stdout, sys.stderr = (cast(TextIO, each and _Guarded(each)) for each in (sys.stdout, sys.stderr))
+    for name in ("stdout", "stderr"):
+        raw = getattr(sys, name) or open(os.devnull, "w")  # noqa: SIM115 it stays open
+        if isinstance(raw, io.TextIOWrapper):
+            raw.reconfigure(errors="backslashreplace")
+        setattr(sys, name, _Guarded(raw))
 
 
 def release() -> None:
@@ -128,8 +157,9 @@ def log(lines: Iterable[LogLine], *, prefixed: bool = True) -> None:
         for line in lines
         for part in drawn(line.text, terminal=interactive(out))
     )
-    _raw(out).write(text)
-    out.flush()
+    with _writing(out):
+        _raw(out).write(text)
+        out.flush()
 
 
 class Folded:

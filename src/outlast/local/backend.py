@@ -95,7 +95,9 @@ class LocalBackend:
         recent = [at for at in self._restarts.get(name, []) if now - at < _RESTARTS_WINDOW_S]
         if len(recent) >= _RESTARTS:
             last = files.text(state_dir.log).rstrip().rpartition("\n")[2]
-            raise OutlastError(f"the launcher of job {name} has ended {_RESTARTS} times in a minute; {state_dir.log} says: {last}")
+            raise OutlastError(
+                f"the launcher of job {name} has ended {_RESTARTS} times in a minute; {state_dir.log} says: {last}"
+            )
         self._restarts[name] = [*recent, now]
         self._launch(state_dir)
         return True
