@@ -110,13 +110,15 @@ def test_every_way_to_print_is_guarded(capsys: pytest.CaptureFixture[str], monke
 @pytest.mark.parametrize("words", [["list"], ["logs"], ["--help"], ["report", "-o", "json"]], ids=" ".join)
 @pytest.mark.parametrize("buffered", [True, False])
 def test_a_full_disk_under_the_output_is_one_sentence(evil, words: list[str], buffered: bool, monkeypatch, capsys) -> None:
-    full = open("/dev/full", "wb", buffering=-1 if buffered else 0)
-    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(full, write_through=not buffered))
-    with pytest.raises(SystemExit) as ended:
-        cli.main(words, backend=evil)
+    with (
+        open("/dev/full", "wb", buffering=-1 if buffered else 0) as full,
+        io.TextIOWrapper(full, write_through=not buffered) as out,  # which is closed without an error
+    ):
+        monkeypatch.setattr(sys, "stdout", out)
+        with pytest.raises(SystemExit) as ended:
+            cli.main(words, backend=evil)
     said = "Error: the output cannot be written: No space left on device; send it elsewhere (jobs go on)\n"
     assert (ended.value.code, capsys.readouterr().err) == (1, said)
-    sys.stdout.close()  # writes nothing more there
 
 
 def test_an_output_that_is_closed_or_lacks_characters_ends_no_command(evil: fake.FakeBackend, monkeypatch, capsys) -> None:

@@ -33,6 +33,7 @@ from outlast.job.shipping import code_files
 from outlast.job.status import CheckpointStatus, JobStatus, RankStatus, SnapshotStatus, State, WorkerStatus
 from outlast.job.workerfiles import progress_file
 from outlast.kubernetes.api import requests
+from outlast.local import backend as local
 from outlast.local import log_reader, output_dir
 from outlast.local.live_status import LiveStatus
 from outlast.local.state_dir import Request, Run, StateDir
@@ -211,6 +212,44 @@ def test_resume_waits_for_workers_that_were_told_to_leave(here: Here, monkeypatc
         monkeypatch.setattr(StateDir, "has_launcher", has_launcher)
         here.backend.resume("job")
     assert here.backend.status("job").state is State.PENDING
+
+
+def test_of_two_commands_that_start_a_job_at_once_one_is_told_that_it_runs(here: Here, monkeypatch: pytest.MonkeyPatch) -> None:
+    here.submit()
+    here.leave(State.FAILED)
+    with file_locks.attempted(here.state_dir.path.with_name(".job.lock")) as alone:  # another command is submitting it
+        assert alone
+        for start in (here.submit, lambda: here.backend.resume("job")):
+            with pytest.raises(AlreadyRunning, match="job is running"):
+                start()
+    here.submit()  # and its launcher is slow to take its lock
+    looks = iter([False, False, True])
+    monkeypatch.setattr(StateDir, "has_launcher", lambda _: next(looks))
+    with pytest.raises(AlreadyRunning, match="job is running"):
+        here.submit()
+    monkeypatch.undo()
+    monkeypatch.setattr(local, "_START_TIMEOUT_S", 0.1)  # it died before
+    here.submit()
+    assert len(here.started) == 3
+
+
+def test_a_file_that_cannot_be_written_is_named(here: Here) -> None:
+    backend, train = here.backend, here.source / "train.py"
+    here.backend = local.LocalBackend(train)
+    with pytest.raises(OutlastError, match=rf"^job job is not started: {train}/jobs: Not a directory; .*OUTLAST_STATE_DIR$"):
+        here.submit()
+    here.backend = backend
+    here.submit()
+    with here.launcher():
+        here.state_dir.request.unlink()
+        here.state_dir.request.mkdir()
+        with pytest.raises(OutlastError, match=r"wanted.json cannot be written: Is a directory"):
+            Request(1).write(here.state_dir)
+    here.leave(State.FAILED)
+    here.state_dir.job.unlink()
+    here.state_dir.job.mkdir()
+    with pytest.raises(OutlastError, match=r"^job job is not started: .*: Is a directory; correct that"):
+        here.submit()
 
 
 def test_an_output_with_a_run_that_is_not_known_here_is_said_to_be_kept(here: Here, tmp_path: Path) -> None:
@@ -468,20 +507,33 @@ def test_a_file_is_replaced_as_a_whole(tmp_path: Path, durable: bool) -> None:
     assert [entry.name for entry in tmp_path.iterdir()] == ["run.json"]
 
 
-@pytest.mark.parametrize("content", ["", "{", "[]", "{}", "\0\0"])
-@pytest.mark.parametrize(
-    ("file", "remedy"),
-    [
-        ("run.json", "remove it and `outlast run` starts anew; what was saved is kept in `previous/`"),
-        ("status.json", "remove it and `outlast run` goes on from the newest checkpoint"),
-    ],
-)
-def test_a_damaged_file_is_named_with_a_way_out_that_leads_out(here: Here, file: str, remedy: str, content: str) -> None:
+DAMAGED = pytest.mark.parametrize("content", ["", "{", "[]", "{}", "\0\0"])
+
+
+@DAMAGED
+def test_a_damaged_status_stops_no_command(here: Here, content: str) -> None:
     first = here.submit()
+    here.leave(State.RUNNING, finished=None, launcher=1)
+    here.state_dir.status.write_text(content)
+    lost = here.backend.status("job")
+    assert (lost.state, lost.reason.split(";")[0]) == (State.INTERRUPTED, "its status is lost")
+    assert here.submit() == first
+    here.state_dir.status.write_text(content)
+    assert outlast(here, "cancel", "job")[0] == 0
+    assert here.backend.status("job").state is State.CANCELLED
+    here.state_dir.status.write_text(content)
+    assert outlast(here, "forget", "job", "-y")[0] == 0
+    assert not here.state_dir.path.exists()
+
+
+@DAMAGED
+def test_a_damaged_file_is_named_with_a_way_out_that_leads_out(here: Here, content: str) -> None:
+    here.submit()
     (here.output / "model.pt").write_text("of the first")
     here.leave(State.INTERRUPTED)
-    path = here.state_dir.path / file
+    path = here.state_dir.run
     path.write_text(content)
+    remedy = "remove it and `outlast run` starts anew; what was saved is kept in `previous/`"
     sentence = f"{path} is empty, damaged or may not be read; {remedy}"
     calls: list[Callable[[], object]] = [
         lambda: here.backend.status("job"),
@@ -500,8 +552,7 @@ def test_a_damaged_file_is_named_with_a_way_out_that_leads_out(here: Here, file:
     shutil.rmtree(other)
 
     path.unlink()
-    again = here.submit()
-    assert (again == first) == (file == "status.json")
+    here.submit()
     assert here.backend.status("job").state is State.PENDING
     assert [path.read_text() for path in here.output.rglob("model.pt")] == ["of the first"]
 

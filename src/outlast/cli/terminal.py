@@ -15,7 +15,7 @@ import re
 import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, Any, TextIO, cast
+from typing import TYPE_CHECKING, Any, TextIO
 
 from outlast.base.errors import OutlastError
 from outlast.job import contract

@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from outlast.base import files
+from outlast.base import file_locks, files
 from outlast.base.errors import AlreadyRunning, NotFound, OutlastError
 from outlast.job import contract, faults, ledger, spec
 from outlast.job.backend import not_ended
@@ -26,7 +26,7 @@ from outlast.job.logs import LogLine
 from outlast.job.spec import substitution
 from outlast.job.status import JobStatus, State
 from outlast.local import fault_injection, log_reader, output_dir, store_takeover, submission
-from outlast.local.state_dir import ENDINGS, Request, Run, StateDir, newest_metrics
+from outlast.local.state_dir import ENDINGS, VARIABLE, Request, Run, StateDir, newest_metrics
 from outlast.storage.runs import output as stored_output
 from outlast.worker.launch import os_calls, package_copy
 from outlast.worker.prepare import data_cache_eviction, phases
@@ -68,15 +68,15 @@ class LocalBackend:
     ) -> str:
         """Start a new run of a job, or resume its last run if that has not succeeded. Returns the run's id."""
         state_dir = self.state_dir(job.metadata.name)
-        self._wait_until_stopped(state_dir)
         if job.spec.suspend:
             raise OutlastError("suspend is true in the job file; set it to false to train")
         if not job.spec.workers.replicas:
             raise OutlastError("workers.replicas is 0, which trains nothing; set a number, e.g. with --workers 1")
-        last = self._read(state_dir) if state_dir.run.exists() and not fresh else None
-        request = submission.Submission(job, source, fresh, take_over, command, say)
-        run, self.notices = submission.submit(self._root, state_dir, request, last)
-        self._launch(state_dir, new=True)
+        with self._submitting(state_dir):
+            last = self._read(state_dir) if state_dir.run.exists() and not fresh else None
+            request = submission.Submission(job, source, fresh, take_over, command, say)
+            run, self.notices = submission.submit(self._root, state_dir, request, last)
+            self._launch(state_dir, new=True)
         if chaos is not None:
             argv = [str(self._root), job.metadata.name, str(chaos.absolute())]
             self._start_role("faults", argv, state_dir)
@@ -102,18 +102,40 @@ class LocalBackend:
         self._launch(state_dir)
         return True
 
+    @contextlib.contextmanager
+    def _submitting(self, state_dir: StateDir) -> Iterator[None]:
+        """Keep other commands from submitting or resuming the same job, after its old launcher has exited. Raises AlreadyRunning,
+        and OutlastError if a file cannot be written."""
+        name, jobs = state_dir.path.name, state_dir.path.parent
+        try:
+            jobs.mkdir(parents=True, exist_ok=True)
+            with file_locks.attempted(jobs / f".{name}.lock") as alone:  # beside the state directory, which may be replaced
+                if not alone:
+                    raise _running(name)
+                self._wait_until_stopped(state_dir)
+                yield
+        except OSError as problem:
+            where = f"{problem.filename or self._root}: {problem.strerror or problem}"
+            raise OutlastError(f"job {name} is not started: {where}; correct that, or choose another {VARIABLE}") from problem
+
     def _wait_until_stopped(self, state_dir: StateDir) -> None:
-        """Wait until an old launcher has exited. Raises AlreadyRunning if the job is not ending, or after a timeout."""
+        """Wait until an old launcher has exited, or one that was just started has its lock. Raises AlreadyRunning if the job is
+        not ending, or after a timeout."""
         began, name, announced = time.monotonic(), state_dir.path.name, False
-        while state_dir.has_launcher():
+        while (there := state_dir.has_launcher()) or self._is_submitted(state_dir):
             ending = state_dir.run.exists() and (self._read(state_dir).finished is not None or Request.read(state_dir).end)
             waited = time.monotonic() - began
-            if not ending or waited > _STOP_TIMEOUT_S:
-                raise AlreadyRunning(f"job {name} is running; `outlast status {name}` shows it, `outlast cancel {name}` ends it")
-            if waited > _NOTICE_DELAY_S and not announced:
+            if there and (not ending or waited > _STOP_TIMEOUT_S):
+                raise _running(name)
+            if there and waited > _NOTICE_DELAY_S and not announced:
                 print(f"outlast | waiting for the workers of {name} to leave", file=sys.stderr, flush=True)
                 announced = True
             time.sleep(0.02)
+
+    def _is_submitted(self, state_dir: StateDir) -> bool:
+        """Return whether the job was submitted so recently that its launcher may not have acquired its lock yet."""
+        status = self._read(state_dir) if state_dir.run.exists() and _is_starting(state_dir) else None
+        return status is not None and status.state.active and status.launcher is None
 
     def _launch(self, state_dir: StateDir, *, new: bool = False) -> None:
         """Start the launcher from the run's copy of Outlast. If `new` is set, this version of Outlast is copied first."""
@@ -249,12 +271,12 @@ class LocalBackend:
     def resume(self, name: str) -> None:
         """Resume a job that has not succeeded, with the same code and job file."""
         state_dir = self._existing(name)
-        self._wait_until_stopped(state_dir)
-        status = self.status(name)
-        if status.state is State.SUCCEEDED:
-            raise OutlastError(f"job {name} has succeeded; `{status.again}` starts it anew")
-        self.notices = submission.resume(state_dir, name, status)
-        self._launch(state_dir, new=True)
+        with self._submitting(state_dir):
+            status = self.status(name)
+            if status.state is State.SUCCEEDED:
+                raise OutlastError(f"job {name} has succeeded; `{status.again}` starts it anew")
+            self.notices = submission.resume(state_dir, name, status)
+            self._launch(state_dir, new=True)
 
     def _end(self, name: str, verb: str) -> None:
         """Cancel or kill a run. If no launcher is running, this method does the launcher's work."""
@@ -282,10 +304,10 @@ class LocalBackend:
 
     def forget(self, name: str, *, output: bool = False) -> None:
         """Remove an ended job's state and, if `output` is set, its output on this machine. Output in a store is kept. Raises
-        OutlastError if the job has not ended, or if another job uses its output."""
+        OutlastError if the job has not ended, unless its status is lost, or if another job uses its output."""
         state_dir = self._existing(name)
         status = self.status(name)
-        if not status.state.final:
+        if not (status.state.final or self.lost(name)):
             raise not_ended(status)
         self._wait_until_stopped(state_dir)
         directory = Path(Run.read(state_dir).output)
@@ -300,6 +322,10 @@ class LocalBackend:
                 shutil.rmtree(directory.resolve())
         except OSError as problem:
             raise OutlastError(f"{problem.filename} cannot be removed: {problem.strerror}; remove it yourself") from problem
+
+    def lost(self, name: str) -> bool:
+        """Return whether a job's status file is missing or damaged, so that nothing is known about its end."""
+        return self._written(self._existing(name)) is None
 
     def places(self, name: str) -> tuple[Path, Path, str]:
         """Return a job's state directory, its output directory, and the URL of its output in a store, empty if there is none."""
@@ -355,23 +381,28 @@ class LocalBackend:
         return state_dir
 
     def _read(self, state_dir: StateDir) -> JobStatus:
-        """Return the status that the launcher wrote last, or `Interrupted` if there is none. Raises OutlastError if the status
-        file is damaged or unreadable."""
+        """Return the status that the launcher wrote last, or `Interrupted` if it is lost."""
         run = Run.read(state_dir)
-        try:
+        if status := self._written(state_dir):
             file = run.file if Path(run.file).exists() else ""
-            return JobStatus.model_validate_json(state_dir.status.read_bytes()).model_copy(
-                update={"file": file, "command": run.command, "metrics": newest_metrics(Path(run.output))}
-            )
-        except FileNotFoundError:
-            lost = "its status is lost; `outlast run` goes on from the newest checkpoint"
-            name = state_dir.path.name
-            return JobStatus(
-                name=name, run=run.run, state=State.INTERRUPTED, reason=lost, submitted=run.submitted, output=run.output
-            )
-        except (OSError, ValueError) as problem:
+            return status.model_copy(update={"file": file, "command": run.command, "metrics": newest_metrics(Path(run.output))})
+        lost = "its status is lost; `outlast run` goes on from the newest checkpoint"
+        name = state_dir.path.name
+        return JobStatus(name=name, run=run.run, state=State.INTERRUPTED, reason=lost, submitted=run.submitted, output=run.output)
+
+    def _written(self, state_dir: StateDir) -> JobStatus | None:
+        """Return the status that the launcher wrote last; None if its file is missing or damaged. Raises OutlastError."""
+        try:
+            return JobStatus.model_validate_json(state_dir.status.read_bytes())
+        except (FileNotFoundError, ValueError):
+            return None
+        except OSError as problem:
             remedy = "remove it and `outlast run` goes on from the newest checkpoint"
-            raise OutlastError(f"{state_dir.status} is empty, damaged or may not be read; {remedy}") from problem
+            raise OutlastError(f"{state_dir.status} cannot be read: {problem.strerror}; {remedy}") from problem
+
+
+def _running(name: str) -> AlreadyRunning:
+    return AlreadyRunning(f"job {name} is running; `outlast status {name}` shows it, `outlast cancel {name}` ends it")
 
 
 def _is_starting(state_dir: StateDir) -> bool:

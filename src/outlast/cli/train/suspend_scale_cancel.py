@@ -150,17 +150,17 @@ def forget(
     if names and all("://" in name for name in names):
         return _remove(names, yes=yes)
     place = find_job.place(ctx, names[0] if names else None, namespace, context)
+    here = place if isinstance(place, backend.LocalBackend) else None
     if names:
         chosen = [find_job.job(place, name) for name in dict.fromkeys(names)]
         for name in chosen:
-            if not (status := place.status(name)).state.final:
+            if not ((status := place.status(name)).state.final or (here and here.lost(name))):
                 raise not_ended(status, find_job.suffix(namespace, context))
     else:
         chosen = ended(place.list(), time.time(), age or timedelta())
     if not chosen:
         print("no job has ended" if age is None else f"no job has ended longer than {older_than} ago")
         return
-    here = place if isinstance(place, backend.LocalBackend) else None
     if here is None and output:
         raise OutlastError("--output is for jobs of this machine; outlast forget URL removes one in a store")
     lines = {name: _removal(here, name, output) if here else f"{name}, and the objects created for it" for name in chosen}
