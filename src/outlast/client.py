@@ -20,7 +20,6 @@ import contextlib
 import dataclasses
 import random
 import shlex
-import tempfile
 import time
 import warnings
 import weakref
@@ -377,9 +376,8 @@ class Run:
         from outlast.training.state import weights
 
         places = both_places.of(self.place, self.name)
-        saved = both_places.newest_readable(both_places.chosen(places.list_(_warn), step, best=best))
-        with tempfile.TemporaryDirectory() as directory:
-            return weights.saved(places.fetched(saved, Path(directory)).path, key)
+        with places.undamaged(both_places.chosen(places.list_(_warn), step, best=best), _warn) as found:
+            return weights.saved(found.path, key)
 
     def __repr__(self) -> str:
         from outlast.job.report import panel

@@ -6,10 +6,13 @@ import contextlib
 import functools
 import io
 import json
+import os
+import subprocess
 import sys
 import zlib
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -126,6 +129,35 @@ def test_checkpoints_are_listed_with_where_they_are(outlast: Outlast, here: Path
     assert said[1]["path"] == str(here / "step-00000020")
     assert said[1]["url"].startswith(f"{place.url}/checkpoints/step-00000020/{RUN}-g1-")
     assert said[2]["url"] is None
+
+
+SHORT = "is damaged: weights has 100 bytes instead of 3000"
+
+
+@pytest.mark.usefixtures("three")
+@pytest.mark.parametrize(
+    ("damaged", "options", "code", "end"),
+    [
+        ((), (), 0, "step 30, "),
+        ((30,), (), 0, f"warning: step 30 {SHORT}; step 20 is read instead\nstep 20, "),
+        ((20,), ("--step", 20), 0, f"warning: step 20 {SHORT}; step 20 is read from the store instead\nstep 20, "),
+        ((30,), ("--step", 30), 2, f"Error: step 30 {SHORT}; look at all checkpoints with: outlast checkpoints verify\n"),
+    ],
+)
+def test_what_is_exported_is_verified_and_protected(
+    outlast: Outlast, here: Path, tmp_path: Path, monkeypatch, damaged: tuple[int, ...], options: tuple, code: int, end: str
+) -> None:
+    def child(command: list[str], *, check: bool) -> SimpleNamespace:
+        [read] = [each for each in checkpoints.list_(Path(command[4]).parent) if each.path == Path(command[4])]
+        assert not checkpoints.remove(read), "it stays while torch is imported"
+        Path(command[5]).write_bytes(b"1")
+        return SimpleNamespace(returncode=0)
+
+    monkeypatch.setattr(subprocess, "run", child)
+    for step in damaged:
+        os.truncate(here / f"step-000000{step}" / "weights", 100)
+    found, out, err = outlast("export", *options, "--to", tmp_path / "model.pt")
+    assert (found, (err + out)[: len(end)]) == (code, end)
 
 
 @pytest.mark.usefixtures("three")

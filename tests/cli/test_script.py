@@ -9,6 +9,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 import fake
+import small_disks
 from outlast import cli
 from outlast.base.errors import NotFound, OutlastError
 from outlast.cli.train import overrides, script
@@ -90,6 +91,28 @@ def test_the_file_that_init_writes_is_the_job_that_run_runs(here: Path, capsys: 
     capsys.readouterr()
     assert outlast(None, "init", "-o", "-", "train.py") == 0
     assert capsys.readouterr().out == Path("job.yaml").read_text()
+
+
+@pytest.mark.parametrize(
+    ("into", "said"),
+    [
+        ("train.py", "is the name of a script, not of a job file; write another file with -o, such as job.yaml"),
+        ("link.yaml", "is the name of a script, not of a job file; write another file with -o, such as job.yaml"),
+        (".", "is no regular file; name a file to write or to replace"),
+    ],
+)
+def test_init_overwrites_no_script(here: Path, into: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("link.yaml").symlink_to("train.py")
+    assert outlast(None, "init", "--force", "-o", into, "train.py") == 2
+    assert (capsys.readouterr().err, Path("train.py").read_text()) == (f"Error: {into} {said}\n", PLAIN)
+
+
+def test_init_on_a_full_disk_leaves_no_file(here: Path, small_disk: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    small_disks.fill(small_disk)
+    for _ in range(2):
+        assert outlast(None, "init", "-o", str(small_disk / "job.yaml"), "train.py") == 2
+        assert "cannot be written: No space left on device; choose another" in capsys.readouterr().err
+    assert [path.name for path in small_disk.iterdir()] == ["filler"]
 
 
 def test_every_line_that_is_commented_out_may_be_brought_back(here: Path) -> None:

@@ -54,6 +54,12 @@ def test_text_is_prepared_verified_and_found_there(outlast: Outlast, source: Pat
     assert (code, err) == (2, "Error: TMP/out holds another dataset, or one made with other settings; write to a new place\n")
 
 
+@pytest.mark.parametrize(("kind", "option"), [("images", "--size"), ("video", "--size"), ("text", "--vocab-size")])
+def test_a_number_that_no_memory_holds_is_refused(outlast: Outlast, source: Path, kind: str, option: str) -> None:
+    code, _, err = outlast("prepare", kind, source, "--to", source / "out", option, 10**20)
+    assert (code, f"Error: Invalid value for '{option}': Input should be less than or equal to 16" in err) == (2, True)
+
+
 def test_a_dataset_is_made_in_a_store(outlast: Outlast, source: Path, tmp_path: Path) -> None:
     place = f"file://{tmp_path}/store"
     command = ("prepare", "text", source, "--to", place, "--tokenizer", "char", "--shard-size", "1000", "--processes", 1)

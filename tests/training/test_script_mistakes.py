@@ -23,6 +23,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 import worlds
 from outlast.base.errors import OutlastError
 from outlast.job import contract
+from outlast.job.contract import Env
 from outlast.training import Stream, session
 from outlast.training import collective_calls as calls
 from outlast.training.samples import stream as streams
@@ -425,9 +426,16 @@ def over(run: Any) -> None:
         run.__enter__()
 
 
+def evaluated(run: Any) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(Env.EVALUATION, "1")
+        session.open().__enter__()
+
+
 SCENES: dict[str, Callable[[Any], object]] = {
     "`session.open().device` without `with`": lambda run: session.open().device,
     '`dist.init_process_group("gloo")` before `session.open()`': lambda run: session.open().__enter__(),
+    "`session.open()` in a script that ignores `--evaluate`": evaluated,
     "`run.save(20)` before `run.resume`": lambda run: run.save(20),
     "`run.save(20)` after the `with` block": over,
     "`Stream(endless, 8)`, an iterable dataset": lambda run: Stream(Endless(), 8),

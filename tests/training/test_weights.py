@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import os
 import resource
 import shutil
 import subprocess
@@ -60,6 +61,10 @@ def test_torch_and_safetensors_read_what_is_written(tmp_path: Path, name: str):
     for _ in range(2):
         weights.write(path, weights.whole(model))
     assert [file.name for file in path.parent.iterdir()] == [name]
+    (tmp_path / "link").symlink_to(path)
+    weights.write(tmp_path / "link", weights.whole(model))
+    assert (tmp_path / "link").is_symlink()
+    weights.write(path, weights.whole(model))
     assert path.stat().st_size < 4000 + 4 * 1000  # not the thousand numbers that two parameters are views of
     other = Odd()
     if name.endswith(weights.SAFE):
@@ -130,6 +135,16 @@ def test_safetensors_that_is_not_installed_is_named_with_the_command(monkeypatch
         OutlastError, match=r"^m.safetensors needs the package safetensors: pip install safetensors, or name it m.pt$"
     ):
         weights.check(Path("m.safetensors"))
+
+
+@pytest.mark.parametrize("name", [".", "pipe"])
+def test_what_is_no_regular_file_stays(tmp_path: Path, name: str):
+    os.mkfifo(tmp_path / "pipe")
+    target = tmp_path / name
+    for call in (lambda: weights.write(target, {}), lambda: weights.main([str(tmp_path / "none"), str(target)])):
+        with pytest.raises((OutlastError, SystemExit), match=r"is no regular file; name a file to write or to replace$"):
+            call()
+    assert (tmp_path / "pipe").is_fifo()
 
 
 @pytest.mark.usefixtures("alone")

@@ -17,7 +17,7 @@ SCRIPT = """
 import os, pathlib, sys
 steps = sorted(path.name for path in pathlib.Path(os.environ["OUTLAST_OUTPUT"], "checkpoints").glob("step-*"))
 output = pathlib.Path(os.environ["OUTLAST_OUTPUT"])
-print(sys.argv[1:], steps, (output / "model.pt").read_text(), flush=True)
+print(sys.argv[1:], steps, (output / "model.pt").read_text(), os.environ["OUTLAST_EVALUATION"], flush=True)
 (output / "evaluation.json").write_text("{}")
 pathlib.Path(os.environ["OUTLAST_STORE"].removeprefix("file://"), "model.pt").write_text("a later model")
 """
@@ -55,7 +55,7 @@ def test_the_newest_checkpoint_of_the_run_and_its_results_are_there(
     for name, value in places.items():
         monkeypatch.setenv(name, str(tmp_path / value))
     assert evaluation_in_pod.main(["--checkpoint=7", "--batch=5"]) == 0
-    said = f"['--size=3', '--evaluate', '--batch=5', '--checkpoint=7'] ['{contract.checkpoint_name(7)}'] the model"
+    said = f"['--size=3', '--evaluate', '--batch=5', '--checkpoint=7'] ['{contract.checkpoint_name(7)}'] the model 1"
     assert capfd.readouterr().out.splitlines()[-1] == said
     after = store.open_(url)
     assert after.get("evaluation.json") == b"{}", "what it writes outlasts its pod"

@@ -12,6 +12,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from outlast.base.errors import OutlastError
+
 
 def beside(path: Path) -> Path:
     """Return a unique temporary name beside `path`, for a file that is renamed to `path` once it is complete."""
@@ -32,6 +34,14 @@ def replace(path: Path, text: str | bytes, *, durable: bool = False) -> None:
         partial.unlink(missing_ok=True)  # leave nothing on a full disk
     if durable:
         sync(path.parent)
+
+
+def target(path: Path) -> Path:
+    """Return the file to `replace` for a user who named `path`: symlinks are followed. Raises OutlastError if a directory or a
+    device is there."""
+    if os.path.exists(path) and not os.path.isfile(path):
+        raise OutlastError(f"{path} is no regular file; name a file to write or to replace")
+    return Path(os.path.realpath(path))
 
 
 def text(path: Path) -> str:

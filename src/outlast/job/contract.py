@@ -114,6 +114,8 @@ class Env:
     """Parent directory of the job's models. Each model's subdirectory has the model's name."""
     OUTPUT = "OUTLAST_OUTPUT"
     """The job's output directory, with `checkpoints/`, `logs/` and `ledger/`."""
+    EVALUATION = "OUTLAST_EVALUATION"
+    """Set to `1` by `outlast evaluate`. No session opens then, since it would take the run from its workers."""
     LEDGER = "OUTLAST_LEDGER"
     NOTICE = "OUTLAST_NOTICE"
     """Path of the notice file, which exists while this worker is asked to save and leave."""

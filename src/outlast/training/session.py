@@ -78,8 +78,8 @@ def open(seed: int = 0, *, quiet: bool = False) -> Session:
     model; from `Session.resume` on, each rank has its own random numbers. With `quiet`, `Session.log` prints nothing.
 
     A session that ends without an exception saves the last step if the script has not. Raises OutlastError if a process group
-    exists already or, outside a job, rank 0's output directory cannot be written. Raises Superseded if a later generation of the
-    run has begun.
+    exists already, if `outlast evaluate` started the script or, outside a job, if rank 0's output directory cannot be written.
+    Raises Superseded if a later generation of the run has begun.
     """
     return Session(seed, quiet)
 
@@ -167,6 +167,11 @@ class Session:
 
     def __enter__(self) -> Self:
         env = os.environ
+        if Env.EVALUATION in env:
+            raise OutlastError(
+                "`outlast evaluate` started this script, and a session would train; let the script handle --evaluate and read a "
+                "checkpoint without a session (docs/guide/checkpoints.md)"
+            )
         if dist.is_initialized() and not self._attached:
             raise OutlastError("a process group exists already; session.open() joins it itself: remove init_process_group()")
         exchanged.keep_names()

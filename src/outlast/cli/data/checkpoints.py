@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -21,6 +20,7 @@ from outlast.cli.tables import Output, OutputOption
 from outlast.job import contract
 
 if TYPE_CHECKING:
+    from outlast.storage.checkpoints import in_store, on_disk
     from outlast.storage.checkpoints.both_places import Places, Saved
 
 app = typer.Typer(
@@ -47,7 +47,11 @@ def _job(ctx: typer.Context, name: str | None, url: str | None, namespace: str |
 
 
 def _saved(job: Places) -> list[Saved]:
-    return job.list_(lambda sentence: print(f"warning: {sentence}", file=sys.stderr))
+    return job.list_(_warn)
+
+
+def _warn(sentence: str) -> None:
+    print(f"warning: {sentence}", file=sys.stderr)
 
 
 def _say_none() -> None:
@@ -293,16 +297,17 @@ def export(
     from outlast.storage.checkpoints import both_places
 
     job = _job(ctx, name, None, namespace, context)
-    saved = both_places.newest_readable(both_places.chosen(_saved(job), step, best=best))
-    with tempfile.TemporaryDirectory() as directory:
-        size = saved.there.bytes if saved.there and not saved.here else 0
-        with transfer_progress.transfer("received", size) as (progress, stop):
-            found = job.fetched(saved, Path(directory), progress=progress, stop=stop)
+
+    def fetch(stored: in_store.Checkpoint, directory: Path) -> on_disk.Checkpoint:
+        with transfer_progress.transfer("received", stored.bytes) as (progress, stop):
+            return job.fetched(stored, directory, progress=progress, stop=stop)
+
+    with job.undamaged(both_places.chosen(_saved(job), step, best=best), _warn, fetch) as found:
         # in a separate process, because importing torch takes seconds
         command = [sys.executable, "-m", "outlast", "weights", str(found.path), str(to), key]
         if code := subprocess.run(command, check=False).returncode:
             raise typer.Exit(code)
-    print(f"step {saved.step}, {units.human_bytes(to.stat().st_size)}: {to}")
+    print(f"step {found.step}, {units.human_bytes(to.stat().st_size)}: {to}")
 
 
 @app.command()

@@ -32,7 +32,9 @@ app = typer.Typer(cls=Commands, no_args_is_help=True, rich_markup_mode=None, hel
 
 
 ValOption = Annotated[float, typer.Option(min=0.0, max=0.99, help="Share of the data that goes into val; 0 for none.")]
-VocabularyOption = Annotated[int | None, typer.Option(metavar="N", help="Vocabulary size of a BPE trained here. Default: 4096.")]
+VocabularyOption = Annotated[
+    int | None, typer.Option(metavar="N", max=1 << 24, help="Vocabulary size of a BPE trained here. Default: 4096.")
+]
 SeparatorOption = Annotated[
     str | None, typer.Option(metavar="TOKEN", help="Token after each document, '' for none. Default: <|endoftext|>.")
 ]
@@ -192,7 +194,8 @@ def jsonl(
 def images(
     how: How,
     size: Annotated[
-        int | None, typer.Option(metavar="N", min=1, help="Resize the shorter side to N pixels and cut out the centre.")
+        int | None,
+        typer.Option(metavar="N", min=1, max=1 << 14, help="Resize the shorter side to N pixels and cut out the centre."),
     ] = None,
     stretch: Annotated[
         bool, typer.Option("--stretch", help="Resize all of the image to N x N, and keep its width / height as column aspect.")
@@ -225,7 +228,7 @@ def images(
 def video(
     how: How,
     frames: Annotated[int, typer.Option(metavar="N", min=1, help="Frames of a clip, at 25 per second.")] = 16,
-    size: Annotated[int, typer.Option(metavar="N", min=1, help="Width and height of a frame in pixels.")] = 224,
+    size: Annotated[int, typer.Option(metavar="N", min=1, max=1 << 14, help="Width and height of a frame in pixels.")] = 224,
     clips: Annotated[int, typer.Option(metavar="N", min=1, help="Clips per video, evenly spaced.")] = 1,
     labels: Annotated[
         Path | None, typer.Option(metavar="CSV", help="List of labels: Kinetics', or file,label. Default: directories.")

@@ -22,8 +22,8 @@ def evaluate(
     """Evaluate the model of a job.
 
     Runs the job's module or script with --evaluate in one process; in a cluster, it runs in a separate pod, whose log is shown. A
-    script of your own must support --evaluate: a script that ignores this argument would go on training instead. With --best or
-    --step, --checkpoint=STEP is passed as well, and the checkpoint is fetched if it is only in the store.
+    script of your own must support --evaluate: a script that ignores this argument would train, and fails if it opens a session.
+    With --best or --step, --checkpoint=STEP is passed as well, and the checkpoint is fetched if it is only in the store.
 
     \b
     Examples:

@@ -13,6 +13,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand
 
+from outlast.base import files
 from outlast.base.errors import OutlastError
 from outlast.job import contract
 
@@ -70,10 +71,13 @@ def init(
     if str(into) == "-":
         print(text, end="")
         return
+    target = files.target(into)
+    if is_script(into) or is_script(target):
+        raise OutlastError(f"{into} is the name of a script, not of a job file; write another file with -o, such as job.yaml")
     if not force and into.exists():
         raise OutlastError(f"{into} exists; --force replaces it, -o writes another file")
     try:
-        into.write_text(text)
+        files.replace(target, text)
     except OSError as error:
         raise OutlastError(f"{into} cannot be written: {error.strerror}; choose another place with -o") from error
     print(f"wrote {into}; train with: outlast run {into}")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +17,8 @@ from outlast.storage.checkpoints.retention import Metric
 
 if TYPE_CHECKING:
     from outlast.job.backend import Backend
+
+Fetch = Callable[[in_store.Checkpoint, Path], on_disk.Checkpoint]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,16 +111,42 @@ class Places:
         own = (saved for saved in candidates if not saved.here or saved.here.run in (self.run, ""))
         return {saved.step: rank for rank, saved in enumerate(retention.ranked(own), 1)}
 
-    def fetched(self, saved: Saved, directory: Path, **options: Any) -> on_disk.Checkpoint:
-        """Return a checkpoint's local copy, after fetching it to `directory` if necessary.
-
-        `options` are those of `in_store.Checkpoints.fetch`.
-        """
-        if saved.here is not None and not saved.here.problem:
-            return saved.here
+    def fetched(self, stored: in_store.Checkpoint, directory: Path, **options: Any) -> on_disk.Checkpoint:
+        """Fetch a checkpoint of the store to `directory`. `options` are those of `in_store.Checkpoints.fetch`."""
         assert self.there is not None
-        assert saved.there is not None
-        return self.there.fetch(saved.there, directory, **options)
+        return self.there.fetch(stored, directory, **options)
+
+    @contextlib.contextmanager
+    def undamaged(
+        self, candidates: Sequence[Saved], say: Callable[[str], None], fetch: Fetch | None = None
+    ) -> Iterator[on_disk.Checkpoint]:
+        """Yield the last undamaged candidate on this machine, protected from removal. Tells `say` about damaged ones.
+
+        `fetch`, by default `fetched`, fetches a candidate from the store. Raises OutlastError if none is undamaged.
+        """
+        problems: list[str] = []
+        copies = [(saved.step, copy) for saved in reversed(candidates) for copy in (saved.here, saved.there) if copy]
+        with tempfile.TemporaryDirectory() as directory, contextlib.ExitStack() as held:
+            for step, copy in copies:
+                try:
+                    found = copy if isinstance(copy, on_disk.Checkpoint) else (fetch or self.fetched)(copy, Path(directory))
+                    held.enter_context(on_disk.reading(found.path))
+                    problem = on_disk.verify(found.path)
+                except in_store.Damaged as error:
+                    problem = str(error)
+                except FileNotFoundError:
+                    problems.append(f"step {step} was removed meanwhile")
+                    continue
+                if problem:
+                    problems.append(f"step {step} is damaged: {problem}")
+                    continue
+                if problems:
+                    say(f"{'; '.join(problems)}; step {step} is read{'' if found is copy else ' from the store'} instead")
+                yield found
+                return
+        if problems:
+            raise OutlastError(f"{'; '.join(problems)}; look at all checkpoints with: outlast checkpoints verify")
+        raise NotFound("there is no checkpoint of this job, neither on this machine nor in a store")
 
 
 def of(place: Backend, name: str, url: str | None = None) -> Places:
@@ -151,11 +181,3 @@ def chosen(candidates: Sequence[Saved], step: int | None, *, best: bool = False)
 def steps(checkpoints: Sequence[Saved | in_store.Checkpoint]) -> str:
     """Return the checkpoints' steps as text."""
     return ", ".join(str(each.step) for each in checkpoints) or "none"
-
-
-def newest_readable(candidates: Sequence[Saved]) -> Saved:
-    """Return the last readable candidate. Raises NotFound."""
-    whole = [saved for saved in candidates if not saved.problem]
-    if not whole:
-        raise NotFound("there is no readable checkpoint of this job, neither on this machine nor in a store")
-    return whole[-1]

@@ -107,9 +107,10 @@ def _copied(tensor: torch.Tensor, storages: set[int]) -> torch.Tensor:
 
 def write(path: Path, weights: Weights) -> None:
     """Write weights to `path`, as safetensors if its name ends in `.safetensors`. Raises OutlastError."""
-    partial = path.with_name(f".{path.name}.writing")
+    target = files.target(path)
+    partial = target.with_name(f".{target.name}.writing")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        target.parent.mkdir(parents=True, exist_ok=True)
         partial.unlink(missing_ok=True)  # left by a killed process
         if path.suffix == SAFE:
             _write_safe(partial, weights)
@@ -117,8 +118,8 @@ def write(path: Path, weights: Weights) -> None:
             torch.save(weights, partial)
         with partial.open("rb") as file:
             os.fsync(file.fileno())
-        partial.replace(path)
-        files.sync(path.parent)
+        partial.replace(target)
+        files.sync(target.parent)
     except Exception as error:  # torch and safetensors raise different exceptions on a full disk
         raise OutlastError(f"{path} cannot be written: {background_save.sentence(error)}") from error
     finally:
@@ -153,6 +154,7 @@ def main(arguments: list[str]) -> None:
     source, target = map(Path, arguments[:2])
     try:
         check(target)
+        files.target(target)  # before the checkpoint is read, which may take minutes
         write(target, saved(source, *arguments[2:]))
     except (OutlastError, OSError) as error:
         sys.exit(f"outlast: {error}")

@@ -263,6 +263,7 @@ def evaluate(job: spec.Job, environ: dict[str, str], args: Sequence[str], *, say
     try:
         preparation.prepare()
         del environ[Env.STATE]  # the module is not a worker
+        environ[Env.EVALUATION] = "1"
         argv = [preparation.python, *command(job, environ), EVALUATE, *args]
         return subprocess.run(argv, env=environ, cwd=environ[Env.CODE], check=False).returncode
     finally:
