@@ -13,6 +13,7 @@ from outlast.base.errors import ClusterError
 from outlast.kubernetes.api import pod_status, workload_template
 from outlast.kubernetes.api.kinds import Kind
 from outlast.kubernetes.diagnosis.finding import Finding, workers
+from outlast.kubernetes.jobs import job_status
 from outlast.kubernetes.manifests.render_request import Document
 
 
@@ -95,7 +96,7 @@ class Snapshot:
         """Return whether the workload is an ElasticJob for which the operator still has to do something."""
         status, suspended = self.workload.get("status") or {}, (self.workload.get("spec") or {}).get("suspend")
         late = not status or self.changed() or (self.missing() > 0 and not suspended)
-        return self.kind == "ElasticJob" and late and status.get("state") not in ("Succeeded", "Failed")
+        return self.kind == "ElasticJob" and late and job_status.final_state(self.workload) is None
 
     def changed(self) -> bool:
         """Return whether the workload has been changed since its controller last wrote its status."""
