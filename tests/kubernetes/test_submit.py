@@ -84,6 +84,7 @@ def test_workers_that_meet_at_worker_0_are_given_a_key_that_stays_while_the_job_
 ) -> None:
     outlast("submit", "job.yaml", "--as", "statefulset")
     secret = api.documents["secrets", "default", "train-rdzv"]
+    assert not secret.get("immutable"), "a kubelet would keep it for the next job of this name"
     workload = api.documents["statefulsets.apps", "default", "train"]
     assert len(secret["stringData"]["key"]) == 64
     assert secret["metadata"]["ownerReferences"][0]["uid"] == workload["metadata"]["uid"]

@@ -62,6 +62,24 @@ def test_pods_of_another_namespace_wait_and_then_end_with_the_sentence(
     assert len(said) == 1
 
 
+def test_an_owner_whose_workers_save_before_they_leave_is_waited_for(place: store.Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    hearts, pauses = [a_heart(place, "a", A, index=index) for index in range(2)], 0
+    hearts[0].once(place, first=True)
+
+    def pause(_: float) -> None:
+        nonlocal pauses
+        pauses += 1
+        for heart in hearts:
+            heart.leaving = True
+            if pauses < 4:
+                heart.once(place, first=False)
+        if pauses == 6:
+            monkeypatch.setattr(heartbeat, "LEFT_S", -1.0)  # long after the last heartbeat
+
+    heartbeat.wait(place, "a", B, advice="", say=lambda _: None, pause=pause)
+    assert pauses == 6
+
+
 @pytest.mark.parametrize("home", [A, B])
 def test_a_dead_owner_is_waited_for_no_longer_than_needed(place: store.Store, home: str, monkeypatch: pytest.MonkeyPatch) -> None:
     heartbeat.beat(place, "a", A)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
+from outlast.job.contract import Env
 from outlast.kubernetes.api import pod_status
 from outlast.kubernetes.diagnosis import messages
 from outlast.kubernetes.diagnosis.evidence import Snapshot, event_text, per_pod
@@ -77,8 +78,10 @@ def references(snapshot: Snapshot, pod: Document) -> Iterator[Finding]:
         others = sorted(snapshot.secrets if kind == "secret" else snapshot.config_maps)
         evidence = (f"there are: {joined(others)}",) if others else ()
         remedy = f"make it (kubectl create {create} {name} -n {snapshot.namespace} {content}) or correct {field}"
-        if name == names.Names(snapshot.name).service:  # other workers have the key that was in it
-            remedy = f"end the job (outlast cancel {snapshot.name}), and submit it again: its workers save before they leave"
+        if name == names.Names(snapshot.name).service and (peer := next(filter(pod_status.running, snapshot.pods), None)):
+            key_there = f"kubectl exec -n {snapshot.namespace} {pod_status.name(peer)} -- printenv {Env.RENDEZVOUS_KEY}"
+            remedy = f"give it the key of the other workers again (kubectl create {create} {name} -n {snapshot.namespace} "
+            remedy += f'--from-literal=key="$({key_there})")'
         if kind == "configmap" and name.startswith(f"{snapshot.name}-code-"):
             remedy = "bring the code, which is deleted with its job: outlast submit FILE"
         what = f"waits for the {kind_name} {name}, which does not exist in namespace {snapshot.namespace}"

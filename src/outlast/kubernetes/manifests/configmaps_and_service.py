@@ -50,7 +50,8 @@ def key_secret(job: spec.Job, workload: Document, value: str) -> Document | None
     meta: Document = {"name": name, "labels": labels.common(job)}
     if namespace := workload["metadata"].get("namespace"):
         meta["namespace"] = namespace
-    return kinds.SECRET.document(meta, immutable=True, stringData={variables.KEY: value})
+    # Not `immutable`: a kubelet would give new pods the deleted Secret of an earlier job while pods of that job are on its node.
+    return kinds.SECRET.document(meta, stringData={variables.KEY: value})
 
 
 def _secret_name(job: spec.Job, workload: Document) -> str:

@@ -38,7 +38,8 @@ class Beat:
     left: bool = False
     """True in the last heartbeat of an owner that has stopped training."""
     leaving: bool = False
-    """True if worker 0 has left. If other workers still train, one of them sends a heartbeat within BEAT_S."""
+    """True if its worker has left, or saves before it leaves. If other workers still train, one of them sends a heartbeat within
+    BEAT_S."""
     etag: str = dataclasses.field(default="", compare=False)
     modified: float = dataclasses.field(default=0.0, compare=False)
 
@@ -110,6 +111,9 @@ class Heartbeats:
     Worker 0 always sends heartbeats. Another worker sends one only if the store has no recent one.
     """
 
+    leaving = False
+    """Set to True when this worker begins to leave, so that another owner waits for the end of its saves."""
+
     def __init__(
         self, open_: Callable[[], Store], run: str, owner: str, where: str, index: int = 0, lost: Callable[[str], None] = print
     ) -> None:
@@ -166,6 +170,6 @@ class Heartbeats:
         elif not foreign:
             self._doubted = False
         if self._index == 0 or newest is None or newest.left or newest.leaving or newest.etag == self._etag:
-            beat(place, self._run, self._where)
+            beat(place, self._run, self._where, leaving=self.leaving)
             newest = last(place)
         self._etag = newest.etag if newest else ""

@@ -189,6 +189,7 @@ class Agent:
 
     def _notify(self, reason: str, deadline: float) -> None:
         self._kill_at = deadline
+        self.coordination.leaves()
         try:
             notice_file.write(self.notice, "leave", reason, time.time() + deadline - self.clock())
         except OSError as problem:

@@ -82,6 +82,11 @@ class Coordination:
         log.keep(self.output / contract.LOGS / contract.worker_log(self.index))
         return None
 
+    def leaves(self) -> None:
+        """Let the heartbeats say that this worker leaves."""
+        if self._heartbeat:
+            self._heartbeat.leaving = True
+
     def _place(self) -> store.Store:
         from outlast.storage import store
 
