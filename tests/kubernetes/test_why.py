@@ -534,8 +534,8 @@ def test_a_key_that_is_gone_is_made_of_that_of_a_worker_that_still_has_it() -> N
     alone = of_pod(held("CreateContainerConfigError", 'secret "train-rdzv" not found'))
     assert causes(alone)[0].remedy.startswith("make it (kubectl create secret generic train-rdzv")
     (first, *_) = causes(dataclasses.replace(alone, pods=(*alone.pods, *running(2)[1:])))
-    there = "kubectl exec -n default train-1 -- printenv OUTLAST_RENDEZVOUS_KEY"
-    assert f'kubectl create secret generic train-rdzv -n default --from-literal=key="$({there})"' in first.remedy
+    there = "kubectl exec -n team train-1 -- printenv OUTLAST_RENDEZVOUS_KEY"
+    assert f'kubectl create secret generic train-rdzv -n team --from-literal=key="$({there})"' in first.remedy
 
 
 @pytest.mark.parametrize(("seen", "name", "what"), SHOWN, ids=[what for _, _, what in SHOWN])

@@ -78,8 +78,9 @@ def references(snapshot: Snapshot, pod: Document) -> Iterator[Finding]:
         others = sorted(snapshot.secrets if kind == "secret" else snapshot.config_maps)
         evidence = (f"there are: {joined(others)}",) if others else ()
         remedy = f"make it (kubectl create {create} {name} -n {snapshot.namespace} {content}) or correct {field}"
-        if name == names.Names(snapshot.name).service and (peer := next(filter(pod_status.running, snapshot.pods), None)):
-            key_there = f"kubectl exec -n {snapshot.namespace} {pod_status.name(peer)} -- printenv {Env.RENDEZVOUS_KEY}"
+        peers = [pod_status.name(each) for each in snapshot.pods if pod_status.phase(each) == "Running"]
+        if name == names.Names(snapshot.name).service and peers:
+            key_there = f"kubectl exec -n {snapshot.namespace} {peers[0]} -- printenv {Env.RENDEZVOUS_KEY}"
             remedy = f"give it the key of the other workers again (kubectl create {create} {name} -n {snapshot.namespace} "
             remedy += f'--from-literal=key="$({key_there})")'
         if kind == "configmap" and name.startswith(f"{snapshot.name}-code-"):
