@@ -49,8 +49,8 @@ def finished(rec: ReconcilePass) -> None:
                 rec.delete(pod, f"the job is over, cleanPodPolicy is {policy}")
             rec.requeue_at(gone_at)
     ttl: float | None = rec.spec.ttl_seconds_after_finished if rec.snapshot.job else None
-    if ttl is not None and any(pod.alive for pod in rec.snapshot.pods):
-        ttl = max(ttl, leave_s)  # the pods go with the job
+    if ttl is not None and leave_s == UPLOAD_S and any(pod.alive for pod in rec.snapshot.pods):
+        ttl = max(ttl, leave_s)  # the pods, which upload, go with the job
     if ttl is not None:
         if rec.now >= status.finished + ttl:
             kind, sentence = kinds.kind_of(rec.snapshot.document), f"ttlSecondsAfterFinished ({ttl}) has passed"
