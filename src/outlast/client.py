@@ -160,7 +160,7 @@ class Job:
         if schedule is not None:
             faults.load(schedule)
         if fresh:
-            end(place, self.name)
+            end(place, self.name, say)
         source = Path.cwd() / "job.yaml"
         place.submit(job, source=source, chaos=schedule, fresh=fresh, take_over=take_over, command=again, say=say)
         for notice in place.notices:
@@ -482,13 +482,15 @@ def runs(
     return [Run(status.name, places.get(status.namespace, place)) for status in statuses]
 
 
-def end(place: Backend, name: str) -> None:
+def end(place: Backend, name: str, say: Callable[[str], None]) -> None:
     """Cancel the run if it is unfinished, and wait until it has ended. Raises OutlastError after three minutes."""
     try:
-        if place.status(name).state.final:
+        if (status := place.status(name)).state.final:
             return
     except NotFound:
         return
+    if status.state.active:
+        say(f"{name}: its present run ({status.state}) is ended, since the next one is to start from the beginning")
     place.steer(name, "cancel")
     deadline = time.monotonic() + _CANCEL_TIMEOUT_S
     while not place.status(name).state.final:

@@ -25,6 +25,7 @@ import fake
 from machines import PROGRAMS
 from outlast.base.errors import NotFound, OutlastError, Unanswered
 from outlast.cli import commands, live_panel, run_view, status_page, tables
+from outlast.cli.train import chaos as chaos_command
 from outlast.cli.train import overrides
 from outlast.job import contract
 from outlast.job import faults as chaos
@@ -132,6 +133,25 @@ def test_a_launcher_that_dies_is_started_again(tmp_path: Path, outlast: Outlast,
     assert "outlast | the job's launcher was gone; started it again\n" in err
 
 
+def test_a_launcher_that_is_started_again_has_time_to_come(tmp_path: Path, outlast: Outlast, job_file: Path, monkeypatch) -> None:
+    def all_die(run: fake.Run) -> None:
+        fake.launcher_dies(run)
+        run.status.state = State.INTERRUPTED
+
+    calls: list[float] = []
+
+    def slow(name: str) -> bool:
+        calls.append(time.monotonic())
+        return len(calls) == 1 or ensure(name)
+
+    backend = fake.FakeBackend(tmp_path, at={5: all_die})
+    ensure, backend.ensure = backend.ensure, slow  # type: ignore[method-assign]
+    monkeypatch.setattr(run_view, "_START_TIMEOUT_S", 0.5)
+    assert outlast(backend, "run", job_file)[0] == 0
+    assert len(calls) == 2
+    assert calls[1] - calls[0] >= 0.4
+
+
 def test_a_job_that_is_suspended_elsewhere_ends_the_view(tmp_path: Path, outlast: Outlast, job_file: Path) -> None:
     backend = fake.FakeBackend(tmp_path, at={5: lambda run: backend.suspend("job")})
     code, _, err = outlast(backend, "run", job_file)
@@ -149,6 +169,15 @@ def test_a_fresh_run_ends_the_unfinished_one_first(tmp_path: Path, outlast: Outl
     assert outlast(backend, "run", job_file)[0] == 75
     code, out, _ = outlast(backend, "run", job_file, "--fresh")
     assert (code, out.splitlines()[0]) == (0, "worker-0 | step 1")
+    endless = fake.FakeBackend(tmp_path, steps=10_000)
+    outlast(endless, "run", job_file, "--detach")
+    until(lambda: endless.status("job").state is State.RUNNING)
+    code, _, err = outlast(endless, "run", job_file, "--detach", "--fresh")
+    assert (code, err) == (
+        0,
+        "outlast | job: its present run (Running) is ended, since the next one is to start from the beginning\n",
+    )
+    endless.cancel("job")
 
 
 def test_values_of_the_command_line_replace_those_of_the_file(job_file: Path) -> None:
@@ -166,6 +195,14 @@ def test_values_of_the_command_line_replace_those_of_the_file(job_file: Path) ->
         (["--set", "workers=9=9"], "job.yaml with the command line's values: "),
         (["--set", "wrokers.max=3"], "workers"),
         (["--set", "nothing"], "Error: --set nothing: expected KEY=VALUE, such as checkpoint.every=1m\n"),
+        (
+            ["--set", "metadata.name=x"],
+            "Error: --set metadata.name=x: --set changes fields of spec; use --name, or change the job",
+        ),
+        (
+            ["--set", "spec.suspend=true"],
+            "Error: --set spec.suspend=true: --set changes fields of spec; write --set suspend=true\n",
+        ),
         (["--set", "args=[1"], "Error: --set args=[1: the value is not YAML"),
         (["--workers", "9"], "workers.replicas (9) is above workers.max (4)"),
         (["--chaos", "none.yaml"], "Error: the schedule none.yaml cannot be read: "),
@@ -468,7 +505,7 @@ def test_wishes_reach_the_backend(tmp_path: Path, outlast: Outlast, job_file: Pa
     until(lambda: backend.status("job").state is State.CANCELLED)
 
 
-def test_chaos_injects_a_fault_once_or_repeatedly(tmp_path: Path, outlast: Outlast, job_file: Path) -> None:
+def test_chaos_injects_a_fault_once_or_repeatedly(tmp_path: Path, outlast: Outlast, job_file: Path, monkeypatch) -> None:
     backend = fake.FakeBackend(tmp_path, steps=10_000)
     outlast(backend, "run", job_file, "--detach")
     until(lambda: backend.status("job").state is State.RUNNING)
@@ -478,6 +515,8 @@ def test_chaos_injects_a_fault_once_or_repeatedly(tmp_path: Path, outlast: Outla
     code, out, err = outlast(backend, "chaos", "job", "term", "--every", "10ms", "--times", 3)
     assert (code, out) == (2, "")
     assert "10ms" in err
+    assert "--every 0: must be at least 1s" in outlast(backend, "chaos", "term", "--every", 0, "--times", 30)[2]
+    monkeypatch.setattr(chaos_command, "_SHORTEST", timedelta(0))
     struck = [outlast(backend, "chaos", "term", "--every", "0.01s", "--times", 8, "--seed", 1)[1] for _ in range(2)]
     workers = [[line.split(" at ")[0] for line in lines.splitlines()] for lines in struck]
     assert workers[0] == workers[1], "the same seed picks the same workers"
@@ -486,7 +525,15 @@ def test_chaos_injects_a_fault_once_or_repeatedly(tmp_path: Path, outlast: Outla
     for wrong in (["term", "--times", 2], ["term", "--worker", 1, "--random"], ["a", "b", "term"]):
         assert outlast(backend, "chaos", *wrong)[0] == 2
     assert "choose the worker with --worker 1" in outlast(backend, "chaos", "kill-worker", 1)[2]
+    for command, argument in (("scale", "N"), ("chaos", "ACTION")):
+        assert f"Missing argument '{argument}'." in outlast(backend, command)[2]
     backend.cancel("job")
+    until(lambda: backend.status("job").state is State.CANCELLED)
+    (schedule := tmp_path / "chaos.yaml").write_text("[{at: 1s, do: term}]")
+    for words in (["term", "--every", "5s"], [schedule]):
+        code, out, err = outlast(backend, "chaos", *words)
+        assert (code, out) == (2, "")
+        assert err.startswith("Error: no worker runs now (job is Cancelled); start it with: ")
 
 
 def test_a_schedule_injects_each_fault_once_when_it_is_due(tmp_path: Path, outlast: Outlast, job_file: Path, monkeypatch) -> None:

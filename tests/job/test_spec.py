@@ -343,8 +343,8 @@ def test_impossible_numbers_of_workers_are_refused(workers: str, sentence: str) 
         (r'env: {A: "\ud800"}', "env.A has a lone surrogate (U+D800), which no variable can hold; remove it"),
         (
             f"env: {{AB: {'x' * 131069}}}",
-            "env.AB has 131073 bytes, and Linux allows 131072 bytes for a variable with its name; "
-            "write it to a file, and set the file's path here",
+            "env.AB has 131073 bytes; Linux allows 131072 for a variable with its name; "
+            "write it to a file, and name that file here",
         ),
         ("env: [A=x]", "env (a list) must be a mapping of names to values"),
         ("cleanPodPolicy: Some", "cleanPodPolicy (Some) must be All, Running or None"),
@@ -440,6 +440,7 @@ def test_another_kind_of_document_is_refused() -> None:
         ("requirements: r.txt", "requirements is unknown; did you mean spec.environment.requirements?"),
         ("replicas: 2", "replicas is unknown; did you mean spec.workers.replicas or spec.checkpoint.replicas?"),
         ("every: 5m", "every is unknown; did you mean spec.checkpoint.every or spec.sync.every?"),
+        ("metadata: {name: x}", "metadata is unknown; write it beside spec, not below it"),
         ("xyzzy: 2", "xyzzy is unknown; remove it"),
         (
             "checkpoint: {xyzzy: 2}",
@@ -709,6 +710,9 @@ def test_a_file_that_is_not_there_is_told_with_a_near_one(project: Path) -> None
     with pytest.raises(NotFound) as caught:
         spec.load(project / "jobs.yaml")
     assert str(caught.value) == f"{project}/jobs.yaml: there is no such file; did you mean {project}/job.yaml?"
+    (project / "jobs.yaml").symlink_to("gone.yaml")
+    with pytest.raises(NotFound, match=r"/jobs.yaml is a link to gone.yaml, which does not exist; correct the link$"):
+        spec.load(project / "jobs.yaml")
 
 
 def test_a_directory_is_no_job_file(project: Path) -> None:

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import random
 import sys
+from datetime import timedelta
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from outlast.base.backoff import RANDOM
+from outlast.base.errors import OutlastError
 from outlast.cli import completion, find_job, terminal
 from outlast.cli.find_job import ContextOption, NamespaceOption
+
+_SHORTEST = timedelta(seconds=1)
 
 
 def chaos(
     ctx: typer.Context,
-    words: Annotated[list[str], typer.Argument(hidden=True, autocompletion=completion.actions_and_jobs)],
+    words: Annotated[list[str], typer.Argument(metavar="ACTION", hidden=True, autocompletion=completion.actions_and_jobs)],
     worker: Annotated[int | None, typer.Option(metavar="N", min=0, help="Inject it into this worker.")] = None,
     random_: Annotated[bool, typer.Option("--random", help="Pick a random worker, as without --worker.")] = False,
     every: Annotated[str | None, typer.Option(metavar="TIME", help="Repeat at this interval until the job ends.")] = None,
@@ -68,6 +72,8 @@ def chaos(
         raise typer.BadParameter(f"{action} names the workers and the times; leave out --worker, --random and --every")
     run, _ = find_job.run_and_last(ctx, words, "ACTION", namespace, context)
     place, name = run.place, run.name
+    if (schedule or every) and not (status := run.status).state.active:
+        raise OutlastError(f"no worker runs now ({name} is {status.state}); start it with: {status.again}")
     if (there := find_job.in_cluster(place)) is not None and not yes:
         where = f"{there.cluster.namespace} of {there.cluster.context or there.cluster.server}"
         terminal.confirm(f"{action} injects faults into {name} in namespace {where}")
@@ -82,6 +88,8 @@ def chaos(
         if worker is None:
             print(f"the seed is {seed}", file=sys.stderr)
         fault, interval = faults.Fault(do=action, worker=worker), find_job.duration("--every", every)
+        if interval < _SHORTEST:
+            raise typer.BadParameter(f"--every {every}: must be at least 1s")
         sentences = faults.repeat(place, name, fault, every=interval, times=times, rng=rng, say=terminal.say)
     for sentence in sentences:
         print(sentence, flush=True)

@@ -78,6 +78,9 @@ def _assignment(text: str) -> tuple[tuple[str, ...], Any]:
     path = tuple(key.split("."))
     if not equals or not all(path):
         raise OutlastError(f"--set {text}: expected KEY=VALUE, such as checkpoint.every=1m")
+    if path[0] in ("metadata", "spec"):
+        remedy = f"write --set {text.removeprefix('spec.')}" if path[0] == "spec" else "use --name, or change the job file"
+        raise OutlastError(f"--set {text}: --set changes fields of spec; {remedy}")
     try:
         return ("spec", *path), yaml.safe_load(value)
     except yaml.YAMLError as error:

@@ -34,7 +34,7 @@ def run(
     set_: SetOption = None,
     chaos: Annotated[Path | None, typer.Option(metavar="FILE", help="Inject the faults of this schedule during the run.")] = None,
     fresh: Annotated[
-        bool, typer.Option("--fresh", help="Start from the beginning, even if the last run of this name has not succeeded.")
+        bool, typer.Option("--fresh", help="End the present run of this job, and start from the beginning.")
     ] = False,
     take_over: Annotated[
         bool, typer.Option("--take-over", help="Take the run of this name in the store from another machine that trains it.")
@@ -71,7 +71,7 @@ def run(
     place = find_job.backend(ctx)
     name = job.metadata.name
     if fresh:
-        client.end(place, name)
+        client.end(place, name, terminal.say)
     from outlast.job.spec import unused_fields
 
     misplaced = list(script.misplaced(ctx, file))

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 def scale(
     ctx: typer.Context,
-    words: Annotated[list[str], typer.Argument(hidden=True, autocompletion=completion.jobs)],
+    words: Annotated[list[str], typer.Argument(metavar="N", hidden=True, autocompletion=completion.jobs)],
     namespace: NamespaceOption = None,
     context: ContextOption = None,
 ) -> None:
@@ -154,7 +154,7 @@ def forget(
     if names:
         chosen = [find_job.job(place, name) for name in dict.fromkeys(names)]
         for name in chosen:
-            if not ((status := place.status(name)).state.final or (here and here.lost(name))):
+            if not ((status := place.status(name)).state.final or (here and not here.written(here.state_dir(name)))):
                 raise not_ended(status, find_job.suffix(namespace, context))
     else:
         chosen = ended(place.list(), time.time(), age or timedelta())

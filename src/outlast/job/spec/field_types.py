@@ -162,7 +162,7 @@ def auto_or_count(value: Any) -> Any:
     raise ValueError("must be auto or a number from 1 on")
 
 
-_LONGEST_VARIABLE = 32 * 4096
+_LONGEST = 32 * 4096
 """MAX_ARG_STRLEN of Linux in bytes, with the name, `=` and a NUL: https://man7.org/linux/man-pages/man2/execve.2.html"""
 
 
@@ -176,11 +176,11 @@ def unreserved(value: dict[str, str]) -> dict[str, str]:
         elif contract.RESERVED_ENV.search(name):
             broken.append(((name,), f"env.{name} is set by Outlast itself; remove it"))
         elif odd := re.search("[\0\ud800-\udfff]", text):
-            what = f"a lone surrogate (U+{ord(odd[0]):X})" if ord(odd[0]) else "a NUL"
+            what = "a NUL" if odd[0] == "\0" else f"a lone surrogate (U+{ord(odd[0]):X})"
             broken.append(((name,), f"env.{name} has {what}, which no variable can hold; remove it"))
-        elif size > _LONGEST_VARIABLE:
-            most = f"Linux allows {_LONGEST_VARIABLE} bytes for a variable with its name"
-            broken.append(((name,), f"env.{name} has {size} bytes, and {most}; write it to a file, and set the file's path here"))
+        elif size > _LONGEST:
+            remedy = f"Linux allows {_LONGEST} for a variable with its name; write it to a file, and name that file here"
+            broken.append(((name,), f"env.{name} has {size} bytes; {remedy}"))
     if broken:
         raise validation.Broken(broken)
     return value

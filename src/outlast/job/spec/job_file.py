@@ -124,6 +124,8 @@ def absent(spec: Spec) -> Iterator[str]:
 
 def no_such_file(path: Path, pattern: str, expected: str) -> NotFound:
     """Return the error for a missing file, which suggests the most similar file name that matches `pattern`."""
+    if path.is_symlink():
+        return NotFound(f"{path} is a link to {path.readlink()}, which does not exist; correct the link")
     near = difflib.get_close_matches(path.name, [each.name for each in path.parent.glob(pattern)], 1)
     remedy = f"did you mean {path.with_name(near[0])}?" if near else f"give the path of {expected}"
     return NotFound(f"{path}: there is no such file; {remedy}")

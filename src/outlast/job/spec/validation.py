@@ -146,7 +146,8 @@ class _Names:
             remedy = f"write {instead[field]}"
         elif field in self.elsewhere:
             near = []
-            remedy = f"did you mean {' or '.join(self.elsewhere[field])}?"
+            belongs = " or ".join(self.elsewhere[field])
+            remedy = f"did you mean {belongs}?" if belongs != name(place) else "write it beside spec, not below it"
         elif near:
             remedy = f"did you mean {name((*place[:-1], spelt[near[0]]))}?"
         else:
