@@ -117,7 +117,7 @@ def test_a_full_disk_under_the_output_is_one_sentence(evil, words: list[str], bu
         monkeypatch.setattr(sys, "stdout", out)
         with pytest.raises(SystemExit) as ended:
             cli.main(words, backend=evil)
-    said = "Error: the output cannot be written: No space left on device; send it elsewhere (jobs go on)\n"
+    said = "Error: cannot write a file or the output: No space left on device; make room there\n"
     assert (ended.value.code, capsys.readouterr().err) == (1, said)
 
 

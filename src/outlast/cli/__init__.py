@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import io
 import os
 import shlex
@@ -51,12 +52,19 @@ def main(args: Sequence[str] | None = None, *, backend: Any = None, name: str = 
         try:
             commands.command()(args=args, obj=backend, prog_name=name)
         finally:
-            with contextlib.suppress(BrokenPipeError):
-                sys.stdout.flush()
+            sys.stdout.flush()
     except OutlastError as error:
         print(error if isinstance(error, InvalidJob) else f"Error: {error}", file=sys.stderr)
         sys.exit(error.exit_code)
-    except Exception:  # a bug
-        traceback.print_exc()  # without Python's colours, which the guard would show as text
+    except Exception as error:
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EPIPE):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes it at exit
+            if error.errno != errno.EPIPE:  # whoever closes a pipe has read enough
+                print(
+                    f"Error: cannot write {error.filename or 'a file or the output'}: {error.strerror}; make room there",
+                    file=sys.stderr,
+                )
+        else:  # a bug
+            traceback.print_exc()  # without Python's colours, which the guard would show as text
         sys.exit(1)
     sys.exit(0)

@@ -57,24 +57,6 @@ def one_line(text: str) -> str:
     return safe(text).replace("\n", "\\n").replace("\t", " ")
 
 
-class CannotPrint(OutlastError):
-    """A standard stream cannot be written."""
-
-    exit_code = 1
-
-
-@contextlib.contextmanager
-def _writing(stream: TextIO) -> Iterator[None]:
-    """Raises CannotPrint if a stream cannot be written, except if its reader is gone: then the command ends without a word."""
-    try:
-        yield
-    except OSError as problem:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), _raw(stream).fileno())  # Python writes the rest when it exits
-        if isinstance(problem, BrokenPipeError):
-            raise
-        raise CannotPrint(f"the output cannot be written: {problem.strerror}; send it elsewhere (jobs go on)") from problem
-
-
 class _Guarded:
     """A stream that writes safe text. `buffer` is missing because it would bypass the check."""
 
@@ -82,14 +64,8 @@ class _Guarded:
         self.raw = raw
 
     def write(self, text: str) -> int:
-        if text != "":  # with which click finds out whether a stream takes text
-            with _writing(self.raw):
-                self.raw.write(safe(text))
+        self.raw.write(safe(text))
         return len(text)
-
-    def flush(self) -> None:
-        with _writing(self.raw):
-            self.raw.flush()
 
     def writelines(self, lines: Iterable[str]) -> None:
         for line in lines:
@@ -157,9 +133,8 @@ def log(lines: Iterable[LogLine], *, prefixed: bool = True) -> None:
         for line in lines
         for part in drawn(line.text, terminal=interactive(out))
     )
-    with _writing(out):
-        _raw(out).write(text)
-        out.flush()
+    _raw(out).write(text)
+    out.flush()
 
 
 class Folded:

@@ -83,29 +83,22 @@ class LocalBackend:
         return run
 
     def ensure(self, name: str) -> bool:
-        """Start a launcher if the job is active and no launcher is running or starting. Returns whether one was started. Raises
-        OutlastError if launchers keep ending."""
+        """Start a launcher if the job is active and has none. Returns whether one was started. Raises OutlastError if all end."""
         state_dir = self._existing(name)
-        status = self._read(state_dir)
-        if not status.state.active or state_dir.has_launcher():
-            return False
-        if status.launcher is None and _is_starting(state_dir):
+        if not self._read(state_dir).state.active or self._is_submitted(state_dir) or state_dir.has_launcher():
             return False
         now = time.monotonic()
         recent = [at for at in self._restarts.get(name, []) if now - at < _RESTARTS_WINDOW_S]
         if len(recent) >= _RESTARTS:
             last = files.text(state_dir.log).rstrip().rpartition("\n")[2]
-            raise OutlastError(
-                f"the launcher of job {name} has ended {_RESTARTS} times in a minute; {state_dir.log} says: {last}"
-            )
+            raise OutlastError(f"job {name}: {_RESTARTS} launchers have ended within a minute; {state_dir.log} says: {last}")
         self._restarts[name] = [*recent, now]
         self._launch(state_dir)
         return True
 
     @contextlib.contextmanager
     def _submitting(self, state_dir: StateDir) -> Iterator[None]:
-        """Keep other commands from submitting or resuming the same job, after its old launcher has exited. Raises AlreadyRunning,
-        and OutlastError if a file cannot be written."""
+        """Keep other commands from starting this job. Raises AlreadyRunning, or OutlastError if a file cannot be written."""
         name, jobs = state_dir.path.name, state_dir.path.parent
         try:
             jobs.mkdir(parents=True, exist_ok=True)
@@ -119,8 +112,7 @@ class LocalBackend:
             raise OutlastError(f"job {name} is not started: {where}; correct that, or choose another {VARIABLE}") from problem
 
     def _wait_until_stopped(self, state_dir: StateDir) -> None:
-        """Wait until an old launcher has exited, or one that was just started has its lock. Raises AlreadyRunning if the job is
-        not ending, or after a timeout."""
+        """Wait until an old launcher has exited. Raises AlreadyRunning if it, or a new one, is not ending, or after a timeout."""
         began, name, announced = time.monotonic(), state_dir.path.name, False
         while (there := state_dir.has_launcher()) or self._is_submitted(state_dir):
             ending = state_dir.run.exists() and (self._read(state_dir).finished is not None or Request.read(state_dir).end)
@@ -307,7 +299,7 @@ class LocalBackend:
         OutlastError if the job has not ended, unless its status is lost, or if another job uses its output."""
         state_dir = self._existing(name)
         status = self.status(name)
-        if not (status.state.final or self.lost(name)):
+        if not (status.state.final or not self.written(state_dir)):
             raise not_ended(status)
         self._wait_until_stopped(state_dir)
         directory = Path(Run.read(state_dir).output)
@@ -322,10 +314,6 @@ class LocalBackend:
                 shutil.rmtree(directory.resolve())
         except OSError as problem:
             raise OutlastError(f"{problem.filename} cannot be removed: {problem.strerror}; remove it yourself") from problem
-
-    def lost(self, name: str) -> bool:
-        """Return whether a job's status file is missing or damaged, so that nothing is known about its end."""
-        return self._written(self._existing(name)) is None
 
     def places(self, name: str) -> tuple[Path, Path, str]:
         """Return a job's state directory, its output directory, and the URL of its output in a store, empty if there is none."""
@@ -383,14 +371,14 @@ class LocalBackend:
     def _read(self, state_dir: StateDir) -> JobStatus:
         """Return the status that the launcher wrote last, or `Interrupted` if it is lost."""
         run = Run.read(state_dir)
-        if status := self._written(state_dir):
+        if status := self.written(state_dir):
             file = run.file if Path(run.file).exists() else ""
             return status.model_copy(update={"file": file, "command": run.command, "metrics": newest_metrics(Path(run.output))})
         lost = "its status is lost; `outlast run` goes on from the newest checkpoint"
         name = state_dir.path.name
         return JobStatus(name=name, run=run.run, state=State.INTERRUPTED, reason=lost, submitted=run.submitted, output=run.output)
 
-    def _written(self, state_dir: StateDir) -> JobStatus | None:
+    def written(self, state_dir: StateDir) -> JobStatus | None:
         """Return the status that the launcher wrote last; None if its file is missing or damaged. Raises OutlastError."""
         try:
             return JobStatus.model_validate_json(state_dir.status.read_bytes())

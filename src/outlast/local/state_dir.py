@@ -114,8 +114,8 @@ class Run:
         return _read(cls, state_dir.run, "remove it and `outlast run` starts anew; what was saved is kept in `previous/`")
 
     def write(self, state_dir: StateDir) -> None:
-        """Record that the run was submitted or resumed now. From then on, the run exists. Raises OutlastError."""
-        _write(state_dir.run, self)
+        """Record that the run was submitted or resumed now. From then on, the run exists."""
+        files.replace(state_dir.run, json.dumps(dataclasses.asdict(self)), durable=True)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,18 +130,11 @@ class Request:
         return _read(cls, state_dir.request, "`outlast run` with the job file writes it anew")
 
     def write(self, state_dir: StateDir) -> None:
-        """Record the request. The launcher looks for new requests several times a second. Raises OutlastError."""
-        _write(state_dir.request, self)
+        """Record the request. The launcher looks for new requests several times a second."""
+        files.replace(state_dir.request, json.dumps(dataclasses.asdict(self)), durable=True)
 
     def replaced(self, state_dir: StateDir, **changes: Any) -> None:
         dataclasses.replace(self, **changes).write(state_dir)
-
-
-def _write(path: Path, value: Run | Request) -> None:
-    try:
-        files.replace(path, json.dumps(dataclasses.asdict(value)), durable=True)
-    except OSError as problem:
-        raise OutlastError(f"{path} cannot be written: {problem.strerror}; correct that and try again") from problem
 
 
 def _read(kind: type[_Kind], path: Path, remedy: str) -> _Kind:
