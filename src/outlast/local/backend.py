@@ -294,13 +294,16 @@ class LocalBackend:
         if run.store and ending.state.final and (problem := store_takeover.end(run, ending.state, ending.reason, ending.code)):
             raise OutlastError(f"job {name} is {str(ending.state).lower()} here, but {run.store} does not say so: {problem}")
 
+    def is_over(self, name: str) -> bool:
+        """Return whether `forget` removes the job: it has ended, or its status is lost."""
+        return self.status(name).state.final or self._written(self.state_dir(name)) is None
+
     def forget(self, name: str, *, output: bool = False) -> None:
         """Remove an ended job's state and, if `output` is set, its output on this machine. Output in a store is kept. Raises
         OutlastError if the job has not ended, unless its status is lost, or if another job uses its output."""
         state_dir = self._existing(name)
-        status = self.status(name)
-        if not (status.state.final or not self.written(state_dir)):
-            raise not_ended(status)
+        if not self.is_over(name):
+            raise not_ended(self.status(name))
         self._wait_until_stopped(state_dir)
         directory = Path(Run.read(state_dir).output)
         if output:
@@ -371,14 +374,14 @@ class LocalBackend:
     def _read(self, state_dir: StateDir) -> JobStatus:
         """Return the status that the launcher wrote last, or `Interrupted` if it is lost."""
         run = Run.read(state_dir)
-        if status := self.written(state_dir):
+        if status := self._written(state_dir):
             file = run.file if Path(run.file).exists() else ""
             return status.model_copy(update={"file": file, "command": run.command, "metrics": newest_metrics(Path(run.output))})
         lost = "its status is lost; `outlast run` goes on from the newest checkpoint"
         name = state_dir.path.name
         return JobStatus(name=name, run=run.run, state=State.INTERRUPTED, reason=lost, submitted=run.submitted, output=run.output)
 
-    def written(self, state_dir: StateDir) -> JobStatus | None:
+    def _written(self, state_dir: StateDir) -> JobStatus | None:
         """Return the status that the launcher wrote last; None if its file is missing or damaged. Raises OutlastError."""
         try:
             return JobStatus.model_validate_json(state_dir.status.read_bytes())

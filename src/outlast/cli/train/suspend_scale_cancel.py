@@ -154,8 +154,8 @@ def forget(
     if names:
         chosen = [find_job.job(place, name) for name in dict.fromkeys(names)]
         for name in chosen:
-            if not ((status := place.status(name)).state.final or (here and not here.written(here.state_dir(name)))):
-                raise not_ended(status, find_job.suffix(namespace, context))
+            if not (here.is_over(name) if here else place.status(name).state.final):
+                raise not_ended(place.status(name), find_job.suffix(namespace, context))
     else:
         chosen = ended(place.list(), time.time(), age or timedelta())
     if not chosen:

@@ -43,11 +43,11 @@ def reported(snapshot: Snapshot) -> Iterator[Finding]:
     runs = any(pod_status.phase(pod) == "Running" for pod in snapshot.pods)
     held = status.get("state") == "Pending" and not status.get("startTime")  # the operator has not even accepted the job
     conditions = [each for each in pod_status.conditions(snapshot.workload) if each.get("status") == "True"]
-    sentences = [reason] if held or any(each.get("reason") in _REPORTED for each in conditions) else []
+    told = [reason] if held or any(each.get("reason") in _REPORTED for each in conditions) else []
     for event in snapshot.events_about(snapshot.workload, *_REPORTED):
         holds = event["reason"] == "NameTaken" or event["message"] == reason[:1024] or not (reason or runs)
-        sentences += [event["message"]] if event.get("type") == "Warning" and holds else []
-    for sentence in dict.fromkeys(filter(None, sentences)):
+        told += [event["message"]] if event.get("type") == "Warning" and holds else []
+    for sentence in dict.fromkeys(filter(None, told)):
         remedy = "correct what it names, if it does not pass by itself; the operator then goes on"
         yield Finding("reported", sentence, remedy, outcome="warn" if runs else "fail")
 

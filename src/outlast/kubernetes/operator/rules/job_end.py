@@ -30,10 +30,11 @@ def finished(rec: ReconcilePass) -> None:
         return
     rec.skip_rest = True
     rec.update(observed_generation=rec.snapshot.generation)
-    leave_s = _leave_s(rec)
+    uploads = _uploads(rec)
+    longest_s, leave_s = UPLOAD_S if uploads else LEAVE_S, LEAVE_S if rec.snapshot.plain is None else 0.0
     if rec.snapshot.queue is not None:
-        if rec.resource_pods and rec.now < status.finished + max(LEAVE_S, leave_s):
-            rec.requeue_at(status.finished + max(LEAVE_S, leave_s))
+        if rec.resource_pods and rec.now < status.finished + longest_s:
+            rec.requeue_at(status.finished + longest_s)
         else:
             rec.statuses = rec.snapshot.queue.finished_workloads(status.state is State.SUCCEEDED, status.reason, rec.now)
     policy = rec.spec.clean_pod_policy if rec.snapshot.job else "Running"
@@ -44,13 +45,13 @@ def finished(rec: ReconcilePass) -> None:
             rec.delete(pod, "the job is over, cleanPodPolicy is All")
         elif policy != "None" and (pod.alive or pod.lingering):
             # The pod's agent knows that the job has ended and flushes its uploads; the end of its log is worth waiting for.
-            gone_at = status.finished + (leave_s if pod.alive else min(leave_s, LEAVE_S))
+            gone_at = status.finished + (UPLOAD_S if uploads and pod.alive else leave_s)
             if rec.now >= gone_at:
                 rec.delete(pod, f"the job is over, cleanPodPolicy is {policy}")
             rec.requeue_at(gone_at)
     ttl: float | None = rec.spec.ttl_seconds_after_finished if rec.snapshot.job else None
-    if ttl is not None and leave_s == UPLOAD_S and any(pod.alive for pod in rec.snapshot.pods):
-        ttl = max(ttl, leave_s)  # the pods, which upload, go with the job
+    if ttl is not None and uploads and any(pod.alive for pod in rec.snapshot.pods):
+        ttl = max(ttl, UPLOAD_S)  # the pods go with the job
     if ttl is not None:
         if rec.now >= status.finished + ttl:
             kind, sentence = kinds.kind_of(rec.snapshot.document), f"ttlSecondsAfterFinished ({ttl}) has passed"
@@ -58,13 +59,11 @@ def finished(rec: ReconcilePass) -> None:
         rec.requeue_at(status.finished + ttl)
 
 
-def _leave_s(rec: ReconcilePass) -> float:
-    """Return for how many seconds after the job's end its running pods stay."""
-    if rec.snapshot.plain is not None:
-        return 0.0
+def _uploads(rec: ReconcilePass) -> bool:
+    """Return whether running workers of the ended job may still upload its results."""
     job = rec.snapshot.job
-    uploads = rec.status.state is State.SUCCEEDED and job is not None and volumes.store_url(job)
-    return UPLOAD_S if uploads else LEAVE_S
+    succeeded = rec.status.state is State.SUCCEEDED and rec.snapshot.plain is None
+    return succeeded and job is not None and bool(volumes.store_url(job))
 
 
 def workers_done(rec: ReconcilePass) -> None:
