@@ -149,7 +149,7 @@ class BatchSampler:
     one. Raises ValueError if `ranks` cannot share the batch.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 # keywords, as of the DataLoader
         self,
         samples: int,
         batch: int,

@@ -147,7 +147,7 @@ class Stream:
     The order is a keyed permutation (Black and Rogaway, "Ciphers with arbitrary finite domains", 2002), computed without a table.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 # keywords, as of the DataLoader
         self,
         dataset: Any,
         batch: int,
