@@ -69,26 +69,11 @@ class Watched:
     def entries(self, below: str = "") -> Iterator[Entry]:
         return iter(self._hand("entries", below, lambda: list(self._store.entries(below))))
 
-    def names(self, below: str = "") -> list[str]:
-        return self._hand("names", below, lambda: self._store.names(below))
-
-    def head(self, key: str) -> Entry:
-        return self._hand("head", key, lambda: self._store.head(key))
-
     def get(self, key: str) -> bytes:
         return self.read(key)[0]
 
-    def read(self, key: str) -> tuple[bytes, Entry]:
-        return self._hand("read", key, lambda: self._store.read(key))
-
-    def range(self, key: str, start: int, end: int) -> Any:
-        return self._hand("range", key, lambda: self._store.range(key, start, end))
-
     def link(self, key: str) -> None:
         """Return None, so that all reads pass the hook."""
-
-    def put(self, key: str, data: Any) -> str:
-        return self._hand("put", key, lambda: self._store.put(key, data))
 
     def upload(self, path: Any, key: str, **options: Any) -> str:
         return self._hand("upload", key, lambda: self._store.upload(path, key, **options))
@@ -96,18 +81,14 @@ class Watched:
     def forget(self, journal: Any) -> None:
         self._store.forget(journal)
 
-    def create(self, key: str, data: bytes) -> str:
-        return self._hand("create", key, lambda: self._store.create(key, data))
-
-    def replace(self, key: str, data: bytes, etag: str) -> str:
-        return self._hand("replace", key, lambda: self._store.replace(key, data, etag))
-
     def delete(self, keys: Iterable[str]) -> None:
         for key in keys:  # a store that is asked to delete many may have deleted some
             self._hand("delete", key, lambda key=key: self._store.delete([key]))
 
-    def copy(self, key: str, to: str) -> None:
-        self._hand("copy", key, lambda: self._store.copy(key, to))
+    def __getattr__(self, request: str) -> Callable[..., Any]:
+        """Every other request has its key first: `head`, `read`, `put`, `create`, `replace`, `copy` ..."""
+        act = getattr(self._store, request)
+        return lambda key="", *more: self._hand(request, key, lambda: act(key, *more))
 
 
 class Turns:
