@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import http.client
-import re
 import socket
 import struct
 import threading
@@ -215,12 +214,14 @@ def passed(exchange: Exchange) -> None:
     exchange.reply(*exchange.forward())
 
 
-def unavailable(exchange: Exchange) -> None:
-    exchange.refuse(503, "SlowDown", "Please reduce your request rate.")
+def refused(code: str, status: int = 403, message: str = "for a test") -> Fault:
+    """Return a fault that responds with an error of S3, e.g. refused("InvalidAccessKeyId")."""
+    return lambda exchange: exchange.refuse(status, code, message)
 
 
-def broken(exchange: Exchange) -> None:
-    exchange.refuse(500, "InternalError", "We encountered an internal error. Please try again.")
+denied = refused("AccessDenied")
+unavailable = refused("SlowDown", 503, "Please reduce your request rate.")
+broken = refused("InternalError", 500, "We encountered an internal error. Please try again.")
 
 
 def reset(exchange: Exchange) -> None:
@@ -240,25 +241,22 @@ def hang(exchange: Exchange) -> None:
     exchange.reset()
 
 
-def stalled(exchange: Exchange) -> None:
-    """Send half of the response, then nothing."""
+def half(then: Callable[[Exchange], None]) -> Fault:
+    """Return a fault that sends half of the response, and does something else then."""
 
-    def send(body: bytes) -> None:
-        exchange.wfile.write(body[: len(body) // 2])
-        exchange.wfile.flush()
-        hang(exchange)
+    def fault(exchange: Exchange) -> None:
+        def send(body: bytes) -> None:
+            exchange.wfile.write(body[: len(body) // 2])
+            exchange.wfile.flush()
+            then(exchange)
 
-    exchange.reply(*exchange.forward(), send)
+        exchange.reply(*exchange.forward(), send)
+
+    return fault
 
 
-def truncated(exchange: Exchange) -> None:
-    """Send half of the response, then close the connection."""
-
-    def send(body: bytes) -> None:
-        exchange.wfile.write(body[: len(body) // 2])
-        exchange.close_connection = True
-
-    exchange.reply(*exchange.forward(), send)
+stalled = half(hang)
+truncated = half(lambda exchange: exchange.connection.shutdown(socket.SHUT_WR))
 
 
 def slow(bytes_per_s: float) -> Fault:
@@ -277,14 +275,6 @@ def slow(bytes_per_s: float) -> Fault:
     return fault
 
 
-def refused(code: str, status: int = 403) -> Fault:
-    """Return a fault that responds with an error of S3, e.g. refused("InvalidAccessKeyId")."""
-    return lambda exchange: exchange.refuse(status, code)
-
-
-denied = refused("AccessDenied")
-
-
 def first(n: int, fault: Fault, *, method: str = "", path: str = "") -> Chooser:
     """Apply the fault to the first `n` requests, optionally only of a method or with a path."""
     left = [n]
@@ -300,16 +290,6 @@ def first(n: int, fault: Fault, *, method: str = "", path: str = "") -> Chooser:
 
 def always(fault: Fault, *, method: str = "", path: str = "") -> Chooser:
     return first(1 << 60, fault, method=method, path=path)
-
-
-def parts_above(number: int, fault: Fault) -> Chooser:
-    """The parts of a large file after that one have the fault."""
-
-    def choose(request: Request) -> Fault | None:
-        part = re.search(r"partNumber=(\d+)", request.path)
-        return fault if part and int(part[1]) > number else None
-
-    return choose
 
 
 def before(place: Place, monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]:

@@ -9,21 +9,22 @@ Each server is started at its first use, listens on a port of its choosing and d
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import re
 import signal
 import subprocess
 import sys
-import time
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import waits
 from outlast.storage.store import multipart
 from outlast.storage.sync import transfer
 
@@ -40,7 +41,6 @@ class Server:
     endpoint: str
     directory: Path | None
     """Directory of rclone's buckets; None for moto. Read-only, because the server does not notice changes."""
-    process: subprocess.Popen[bytes]
     log: Path
     client: Any
     """Client of botocore, for a test's changes outside the code under test."""
@@ -80,46 +80,20 @@ def client(endpoint: str) -> Any:
     )
 
 
-def die_with_parent() -> None:
-    """Make the kernel kill this child when the thread that started it ends (Linux). Call before exec."""
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-
-
-def started(log: Path, command: list[str], **env: str) -> tuple[subprocess.Popen[bytes], str]:
-    """Start a server that chooses its port and reports it in `log`. Returns its process and endpoint."""
-    with log.open("wb") as out:
-        process = subprocess.Popen(
-            command,
-            env={**os.environ, **env},
-            stdout=out,
-            stderr=subprocess.STDOUT,
-            preexec_fn=die_with_parent if sys.platform == "linux" else None,
-        )
-    deadline = time.monotonic() + 60
-    while not (port := STARTED.search(log.read_bytes())):
-        if process.poll() is not None or time.monotonic() > deadline:
-            process.kill()
-            pytest.fail(f"{command[0]} did not start:\n{log.read_text()}")
-        time.sleep(0.02)
-    return process, f"http://127.0.0.1:{int(port[1])}"
-
-
-def serve_rclone(directory: Path) -> Server:
-    """Run `rclone serve s3` over `directory`/buckets."""
-    buckets = directory / "buckets"
-    buckets.mkdir()
-    program = Path(sys.executable).with_name("rclone")
-    command = [str(program), "serve", "s3", "--addr", "127.0.0.1:0", "--auth-key", f"{KEY},{SECRET}", str(buckets)]
-    process, endpoint = started(log := directory / "rclone.log", command)
-    return Server("rclone", endpoint, buckets, process, log, client(endpoint))
-
-
-def serve_moto(directory: Path) -> Server:
-    """Run moto in server mode, with smaller parts and pages than S3's."""
-    command = [sys.executable, str(Path(__file__).with_name("moto_in_turn.py")), "-H", "127.0.0.1", "-p", "0"]
-    limits = {"S3_UPLOAD_PART_MIN_SIZE": str(SMALL_PART), "MOTO_S3_DEFAULT_MAX_KEYS": str(PAGE)}
-    process, endpoint = started(log := directory / "moto.log", command, **limits)
-    return Server("moto", endpoint, None, process, log, client(endpoint))
+@contextlib.contextmanager
+def serving(name: str, directory: Path, command: Sequence[object], buckets: Path | None = None, **env: str) -> Iterator[Server]:
+    """Run a server that chooses its port and prints it, until the end of the block."""
+    die: Callable[[], object] = lambda: ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG # noqa: E731
+    with (log := directory / "log").open("wb") as out:
+        words, how = [*map(str, command)], {"stdout": out, "stderr": subprocess.STDOUT, "preexec_fn": die}
+        process = subprocess.Popen(words, env={**os.environ, **env}, **how)
+    try:
+        port = waits.until(lambda: STARTED.search(log.read_bytes()), why=log.read_text, pause_s=0.02)
+        endpoint = f"http://127.0.0.1:{int(port[1])}"
+        yield Server(name, endpoint, buckets, log, client(endpoint))
+    finally:
+        process.kill()
+        process.wait()
 
 
 def enter(server: Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
@@ -150,18 +124,21 @@ def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="session")
 def rclone_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    server = serve_rclone(tmp_path_factory.mktemp("rclone"))
-    yield server
-    server.process.kill()
-    server.process.wait()
+    directory = tmp_path_factory.mktemp("rclone")
+    (buckets := directory / "buckets").mkdir()
+    program = Path(sys.executable).with_name("rclone")
+    command = [program, "serve", "s3", "--addr", "127.0.0.1:0", "--auth-key", f"{KEY},{SECRET}", buckets]
+    with serving("rclone", directory, command, buckets) as server:
+        yield server
 
 
 @pytest.fixture(scope="session")
 def moto_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    server = serve_moto(tmp_path_factory.mktemp("moto"))
-    yield server
-    server.process.kill()
-    server.process.wait()
+    """Moto in server mode, with smaller parts and pages than S3's."""
+    command = [sys.executable, Path(__file__).with_name("moto_in_turn.py"), "-H", "127.0.0.1", "-p", "0"]
+    limits = {"S3_UPLOAD_PART_MIN_SIZE": str(SMALL_PART), "MOTO_S3_DEFAULT_MAX_KEYS": str(PAGE)}
+    with serving("moto", tmp_path_factory.mktemp("moto"), command, **limits) as server:
+        yield server
 
 
 @pytest.fixture
