@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 import worlds
-from outlast.job import contract
 from outlast.job.contract import Env
 from outlast.storage.snapshots import client, newest_snapshot, server
 from outlast.storage.snapshots.newest_snapshot import Held
 from outlast.storage.snapshots.part_format import Part
-from outlast.training import Stream, device, session
+from outlast.training import device
 from outlast.training.state import checkpoint, snapshot_capture
 from outlast.training.state.snapshot_reader import Reader
 from waits import until
@@ -175,28 +171,3 @@ class Grown:
         return {"data": bytes(self.size)}
 
     def load_state_dict(self, state: dict[str, bytes]) -> None: ...
-
-
-def sharded(leave_at: int = 0) -> None:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
-    with session.open(seed=1) as run:
-        net = nn.Sequential(nn.Linear(7, 9), nn.ReLU(), nn.Linear(9, 3))
-        fully_shard(net, mesh=init_device_mesh("cpu", (run.world_size,)))
-        optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
-        stream = Stream((torch.arange(224.0).reshape(32, 7) / 224,), 8, steps=6, microbatch=2)
-        step = run.resume({"net": net, "optimizer": optimizer, "stream": stream})
-        for batch in stream:
-            optimizer.zero_grad()
-            for (x,), share in batch.split(net):
-                (net(x).square().mean() * share).backward()
-            optimizer.step()
-            step += 1
-            if step == leave_at:
-                Path(os.environ[contract.Env.NOTICE]).write_text("{}")
-            if run.interrupted() or run.due(step):
-                run.save(step)
-        sums = [parameter.full_tensor().sum().item() for parameter in net.parameters()]
-        if run.rank == 0:
-            (run.output / "sums").write_text(json.dumps(sums))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import os
@@ -27,6 +28,7 @@ from outlast.storage.checkpoints import in_store
 from outlast.storage.sync import growing_files
 from outlast.training import metrics, session
 from outlast.worker.agent import upload
+from ranks import resumed, same
 from worlds import LAST, Calm, Training, damage, hashes, world
 
 EVERY = contract.Env.CHECKPOINT_EVERY
@@ -229,20 +231,15 @@ def test_without_a_number_from_outside_the_generation_is_above_those_of_all_disk
 
 
 @pytest.mark.slow  # shards from one disk: tests/training/test_session.py
-def test_sharded_models_resume_from_the_disk_that_is_left(tmp_path: Path):
+def test_sharded_models_resume_from_the_disk_that_is_left(tmp_path: Path, calm: Calm):
     """FSDP2 in two workers, each of which has had a half."""
-    from ranks import sharded
-
-    whole = worlds.ended(worlds.started(sharded, tmp_path / "whole", 2), tmp_path / "whole")
-    assert whole.codes == [0, 0], whole.errors
-    output = tmp_path / "two"
-    left = worlds.ended(worlds.started(functools.partial(sharded, 3), output, 2, disks="ab"), output)
+    plan = Training(sharded=True, epochs=2)
+    left = world(dataclasses.replace(plan, leave_at=3), tmp_path, 2, disks="ab")
     assert left.codes == [75, 75], left.errors
     worlds.again(left)
-    shutil.rmtree(output / "a")
-    again = worlds.ended(worlds.started(sharded, output, 2, generation=2, disks="ab"), output)
-    assert again.codes == [0, 0], again.errors
-    assert (output / "a" / "sums").read_text() == (tmp_path / "whole" / "sums").read_text()
+    shutil.rmtree(tmp_path / "a")
+    again = world(plan, tmp_path, 2, generation=2, disks="ab")
+    assert (resumed(again), same(again, calm(plan, 2))) == (3, True)
 
 
 # No room

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import json
 import math
@@ -27,7 +28,7 @@ from outlast.local import state_dir
 from outlast.storage import checkpoints
 from outlast.training import Batch, Stream, collective_calls, ddp, metrics, session
 from outlast.training.state import checkpoint_file
-from ranks import sharded
+from ranks import resumed, same
 from worlds import LAST, Calm, Training, damage, hashes, world
 
 
@@ -120,19 +121,17 @@ def test_another_batch_in_every_world_consumes_every_sample_once_an_epoch(tmp_pa
     assert (shown.step, shown.steps) == (11, 11)
 
 
-def test_sharded_models_resume_in_worlds_of_other_sizes(tmp_path: Path):
+def test_sharded_models_resume_in_worlds_of_other_sizes(tmp_path: Path, calm: Calm):
     """FSDP2: a checkpoint of two ranks is put back into two and into one."""
-    whole = worlds.ended(worlds.started(sharded, tmp_path / "whole", 2), tmp_path / "whole")
-    assert whole.codes == [0, 0], whole.errors
-    left = worlds.ended(worlds.started(functools.partial(sharded, 3), tmp_path / "left", 2), tmp_path / "left")
+    plan = Training("plain", "adamw", sharded=True, epochs=2)
+    left = world(dataclasses.replace(plan, leave_at=3), tmp_path / "left", 2)
     assert left.codes == [75, 75], left.errors
     worlds.again(left)
     for ranks in (2, 1):
-        output = shutil.copytree(left.output, tmp_path / str(ranks))
-        again = worlds.ended(worlds.started(sharded, output, ranks, generation=2), output)
-        assert again.codes == [0] * ranks, again.errors
-        expected = json.loads((tmp_path / "whole" / "sums").read_text())
-        assert json.loads((output / "sums").read_text()) == (expected if ranks == 2 else pytest.approx(expected, rel=1e-4))
+        again = world(plan, shutil.copytree(left.output, tmp_path / str(ranks)), ranks, generation=2)
+        assert resumed(again) == 3
+        assert again.results[0]["losses"] == pytest.approx(calm(plan, 2).results[0]["losses"][3:], rel=1e-4)
+        assert ranks == 1 or same(again, calm(plan, 2))
 
 
 # Damage
