@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,10 +14,9 @@ from outlast.kubernetes.api import kinds
 from outlast.kubernetes.api.kinds import Kind, kind_of
 
 Document = dict[str, Any]
-_INSTALLED = set(kinds.INSTALLED_BY)
 
 
-class FakeCluster:
+class FakeCluster(api.Cluster):
     """Cluster that serves ElasticJobs once their definition is applied. `then` is called with every change, and may make more."""
 
     def __init__(
@@ -27,8 +27,8 @@ class FakeCluster:
         served: tuple[Kind, ...] = (),
         version: str = "v1.36.2",
     ) -> None:
-        self.namespace, self.context, self.server = namespace, "fake", "https://fake"
-        self.warnings: list[str] = []
+        connection: Any = types.SimpleNamespace(server="https://fake", warnings=[])
+        super().__init__(connection, "fake", namespace)
         self.documents: dict[tuple[str, str, str], Document] = {}
         self.forbidden = forbidden
         self.served = served
@@ -64,7 +64,7 @@ class FakeCluster:
         if not self.serves(kind):
             raise NotServed(f"{kind.resource} are not known here")
 
-    # As kube.Cluster
+    # As api.Cluster
 
     def get(self, kind: Kind, name: str, *, namespace: str | None = None, subresource: str = "") -> Document:
         self._may(kind)
@@ -72,12 +72,6 @@ class FakeCluster:
             return self.documents[self._key(kind, name, namespace)]
         except KeyError:
             raise Absent(f"{kind} {name} does not exist") from None
-
-    def find(self, kind: kinds.Kind, name: str, *, namespace: str | None = None) -> Document | None:
-        try:
-            return self.get(kind, name, namespace=namespace)
-        except Absent:
-            return None
 
     def list_(
         self, kind: Kind, *, namespace: str | None = None, everywhere: bool = False, labels: str = "", fields: str = ""
@@ -131,12 +125,11 @@ class FakeCluster:
         return self._version
 
     def serves(self, kind: Kind) -> bool:
+        if kind in self.served:
+            return True
         if kind == kinds.ELASTIC_JOB:
             return any(key[0] == kinds.CRD.resource for key in self.documents)
-        return kind.group not in _INSTALLED or kind in self.served
-
-    def has_namespace(self, namespace: str | None = None) -> bool:
-        return self._key(kinds.NAMESPACE, namespace or self.namespace, None) in self.documents
+        return kind.group not in kinds.INSTALLED_BY
 
     def close(self) -> None:
         """Do nothing, because no connection is open."""
