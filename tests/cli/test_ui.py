@@ -19,8 +19,8 @@ import pytest
 
 import browsers
 from accounts import Story, training
+from browsers import HOSTILE, Read
 from here import Here
-from markup import HOSTILE, Read
 from outlast.base.errors import NotFound, Unanswered
 from outlast.cli.look import live_pages
 from outlast.job import contract, report

@@ -20,7 +20,7 @@ import pytest
 
 from outlast.base.errors import OutlastError, Stopped
 from outlast.data import dataset_directory, named_datasets, obtain, stdlib_text
-from tars import tar
+from packages import tar
 from web import Fault, Web
 
 

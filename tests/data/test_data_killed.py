@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from outlast.data import dataset_directory
+from packages import tar
 from servers import Place
-from tars import tar
 from web import Fault, Web
 
 FILES = {f"set/{i:03}.bin": random.Random(i).randbytes(5_000) for i in range(300)}

@@ -12,8 +12,7 @@ import pytest
 import yaml
 from kubernetes_validate import utils as schemas
 
-from minors import NEWEST
-from published_schemas import ROOT, closed
+from published_schemas import NEWEST, ROOT, closed
 
 AWS = ROOT / "examples" / "aws"
 PUBLISHED = ROOT / "tests" / "shared" / "published"

@@ -9,9 +9,9 @@ import pytest
 from kubernetes_validate import utils as schemas
 
 import etcds
-from etcd_files import DOCUMENTS, certificates
-from minors import NEWEST
+from etcds import DOCUMENTS, certificates
 from outlast.base.errors import EtcdError
+from published_schemas import NEWEST
 
 MEMBERS = DOCUMENTS[-1]["spec"]
 (CONTAINER,) = MEMBERS["template"]["spec"]["containers"]

@@ -16,10 +16,10 @@ import yaml
 from kubernetes_validate import utils as schemas
 
 import worlds
-from minors import NEWEST
 from outlast.job import spec
 from outlast.recipes.shared import settings
 from pages import ROOT
+from published_schemas import NEWEST
 
 FILES = sorted((ROOT / "examples").glob("*.yaml"))
 IN_PODS = sorted(file for file in (ROOT / "examples" / "kubernetes").glob("*.yaml") if file.stem != "etcd-server")

@@ -18,7 +18,6 @@ import yaml
 from kubernetes_validate import utils as schemas
 
 import apiserver
-from minors import NEWEST
 from outlast.job import spec
 from outlast.kubernetes import api as kube
 from outlast.kubernetes.api import kinds, pod_status
@@ -26,7 +25,7 @@ from outlast.kubernetes.jobs import waiting
 from outlast.kubernetes.jobs.outcome import OUTPUTS
 from outlast.kubernetes.manifests import labels, volumes
 from pages import mistake
-from published_schemas import ROOT, closed
+from published_schemas import NEWEST, ROOT, closed
 from rights import Right, needed, rights
 
 EXAMPLES = ROOT / "examples" / "pipelines"

@@ -16,7 +16,7 @@ import pytest
 
 import browsers
 from accounts import Story, training
-from markup import HOSTILE, Read
+from browsers import HOSTILE, Read
 from outlast.job import contract, ledger, spec
 from outlast.job.logs import LogLine
 from outlast.job.report import comparison, goodput, history, page, series

@@ -15,7 +15,6 @@ import pytest
 import yaml
 from kubernetes_validate import utils as schemas
 
-from minors import each_minor
 from outlast.base.errors import InvalidJob
 from outlast.job import contract, spec
 from outlast.job.failure import Failure
@@ -25,6 +24,7 @@ from outlast.kubernetes.api import kinds
 from outlast.kubernetes.manifests import configmaps_and_service, labels
 from outlast.kubernetes.manifests.installed import cel, crd, operator_deployment
 from outlast.kubernetes.manifests.render_request import Document
+from published_schemas import each_minor
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = runpy.run_path(str(ROOT / "deploy" / "render.py"))

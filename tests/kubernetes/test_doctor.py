@@ -19,7 +19,6 @@ import fake
 import ports
 import worlds
 from fake_cluster import Document, FakeCluster
-from minors import each_minor
 from outlast import __version__
 from outlast.base.errors import Forbidden, Refused, Unanswered
 from outlast.job import accelerators, spec
@@ -30,6 +29,7 @@ from outlast.kubernetes.diagnosis import cluster as judged
 from outlast.kubernetes.diagnosis.finding import passed, warned
 from outlast.kubernetes.diagnosis.nodes import TOLERATED
 from outlast.worker.launch import bytecode
+from published_schemas import each_minor
 
 IMAGE = "docker.io/library/outlast:test"
 

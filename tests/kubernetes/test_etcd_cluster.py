@@ -19,7 +19,7 @@ import pytest
 import yaml
 
 import namespaces
-from etcd_files import DOCUMENTS, certificates
+from etcds import DOCUMENTS, certificates
 from namespaces import Document, Namespace, kind
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]

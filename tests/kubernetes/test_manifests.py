@@ -15,7 +15,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kubernetes_validate import utils as schemas
 
-from minors import MINORS, each_minor
 from outlast.base.errors import InvalidJob, OutlastError
 from outlast.cli.cluster import render as render_command
 from outlast.job import contract, spec
@@ -35,6 +34,7 @@ from outlast.kubernetes.manifests.scheduling import gang
 from outlast.kubernetes.operator import desired, observed_job
 from outlast.kubernetes.operator.cluster_cache import CachedJob
 from outlast.worker.agent import lifecycle, upload_supervisor
+from published_schemas import MINORS, each_minor
 
 ROOT = Path(__file__).parents[2]
 GOLDEN = runpy.run_path(str(ROOT / "tests" / "shared" / "golden" / "render.py"))

@@ -22,8 +22,8 @@ import nbformat
 import pytest
 
 import pages
+from browsers import Read
 from here import Here
-from markup import Read
 from outlast import cli
 from outlast.base.errors import OutlastError
 from outlast.cli import web_servers

@@ -13,9 +13,8 @@ import pytest
 
 from outlast.job.status import State
 from outlast.storage import store
-from packages import a_wheel
+from packages import a_wheel, tar
 from servers import Place
-from tars import tar
 
 SCRIPT = """
 import json, os, sys

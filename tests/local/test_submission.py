@@ -11,8 +11,8 @@ from faults import Proxy, denied
 from machines import Machine
 from outlast.base.errors import OutlastError
 from outlast.storage import store
+from packages import tar
 from servers import Place
-from tars import tar
 
 NO_KEYS = {"AWS_ACCESS_KEY_ID": "", "AWS_SECRET_ACCESS_KEY": "", "AWS_EC2_METADATA_DISABLED": "true"}
 CHECKSUM = "{here}/code.tgz#sha256=" + "0" * 64

@@ -7,6 +7,7 @@ import ctypes
 import importlib.util
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -14,9 +15,11 @@ import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
+import yaml
 
 import ports
 import waits
@@ -129,3 +132,16 @@ def own_etcd(tmp_path: Path) -> Iterator[Server]:
     """Etcd for a single test, which may stop it and delete its data."""
     with serving(tmp_path / "etcd") as server:
         yield server
+
+
+FILE = Path(__file__).parents[2] / "examples" / "kubernetes" / "etcd-server.yaml"
+
+
+DOCUMENTS: list[dict[str, Any]] = list(yaml.safe_load_all(FILE.read_text()))
+
+
+def certificates(directory: Path, namespace: str = "default") -> None:
+    """Create the certificates that the manifest's comment describes: ca.crt, server.crt, client.crt and their keys."""
+    lines = re.findall(r"^#   (names=.*|for n in .*|openssl .*|for who in .*openssl .*)$", FILE.read_text(), flags=re.M)
+    script = "\n".join(["set -e", *lines]).replace(".default.svc", f".{namespace}.svc")
+    subprocess.run(["bash", "-c", script], cwd=directory, check=True, capture_output=True)

@@ -1,9 +1,12 @@
-"""Packages and package managers for tests."""
+"""Archives, packages and package managers for tests."""
 
 from __future__ import annotations
 
+import io
 import sys
+import tarfile
 import zipfile
+from collections.abc import Mapping
 from pathlib import Path
 
 
@@ -53,3 +56,15 @@ def a_micromamba(directory: Path) -> Path:
     program.write_text(FAKE.format(python=sys.executable, packages=str(Path(torch.__file__).parents[1])))
     program.chmod(0o755)
     return directory
+
+
+def tar(files: Mapping[str, str | bytes], mode: str = "w:gz") -> bytes:
+    """Return a tar archive of files, by their names in it. The tar inside always has the same bytes."""
+    out = io.BytesIO()
+    with tarfile.open(fileobj=out, mode=mode) as archive:
+        for name, content in files.items():
+            data = content if isinstance(content, bytes) else content.encode()
+            info = tarfile.TarInfo(name)
+            info.size, info.mtime = len(data), 1_000_000_000
+            archive.addfile(info, io.BytesIO(data))
+    return out.getvalue()

@@ -1,4 +1,4 @@
-"""Validates documents against the schemas that their projects have published."""
+"""Documents against the schemas that Kubernetes, in its last four minor versions, and other projects have published."""
 
 from __future__ import annotations
 
@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import jsonschema
+import pytest
 import yaml
 from kubernetes_validate import utils as schemas
-
-from minors import NEWEST
 
 ROOT = Path(__file__).parents[2]
 ACCOUNT, STATEFUL_SET, KUBEFLOW = (
@@ -50,3 +49,12 @@ def validate(document: Document) -> None:
     if not document["apiVersion"].startswith("kubeflow.org/"):
         return schemas.validate(document, NEWEST, strict=True)
     return published(document["kind"], document["apiVersion"]).validate(document)
+
+
+MINORS = sorted(set(schemas.all_versions()), key=lambda version: [int(part) for part in version.split(".")])[-4:]
+NEWEST = MINORS[-1]
+
+each_minor = pytest.mark.parametrize(
+    "version", [pytest.param(version, marks=pytest.mark.slow if version in MINORS[1:-1] else ()) for version in MINORS]
+)
+"""The versions in the middle run only with `make test-slow`."""

@@ -25,8 +25,8 @@ from outlast.storage import store
 from outlast.storage.store import Store
 from outlast.storage.sync import push_and_pull
 from outlast.worker.prepare import code_placement, data_cache, data_cache_eviction, fetch_from_store, phases
+from packages import tar
 from servers import Place
-from tars import tar
 from waits import until
 from web import Web
 
