@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import gzip
+import json
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +24,18 @@ Document = dict[str, Any]
 
 
 @functools.cache
-def published(kind: str, api_version: str) -> jsonschema.Draft7Validator:
-    """Return the schema of one of Kubeflow's kinds."""
-    text = (ROOT / f"tests/shared/published/kubeflow/kubeflow.org_{kind.lower()}s.yaml").read_text()
-    definition = yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
-    (version,) = [each for each in definition["spec"]["versions"] if f"kubeflow.org/{each['name']}" == api_version]
-    assert version["served"]
-    schema = closed(version["schema"]["openAPIV3Schema"])
-    return jsonschema.Draft7Validator({**schema, "properties": {**schema["properties"], "metadata": {"type": "object"}}})
+def published(kind: str, group: str, version: str) -> jsonschema.Draft7Validator | None:
+    """Return the schema that a project other than Kubernetes has published of a kind, if it is here."""
+    for file in (ROOT / "tests/shared/published").rglob(f"{group}_{kind.lower()}*"):
+        if file.suffix == ".gz":
+            schema = json.loads(gzip.decompress(file.read_bytes()))
+        else:
+            definition = yaml.load(file.read_text(), getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+            (found,) = [each for each in definition["spec"]["versions"] if (each["name"], each["served"]) == (version, True)]
+            schema = found["schema"]["openAPIV3Schema"]
+        schema["properties"]["metadata"] = {"type": "object"}
+        return jsonschema.Draft7Validator(closed(schema))
+    return None
 
 
 def closed(schema: Any) -> Any:
@@ -45,10 +51,11 @@ def closed(schema: Any) -> Any:
 
 
 def validate(document: Document) -> None:
-    """Validate a document against Kubernetes' schemas, or the published schema of a Kubeflow definition."""
-    if not document["apiVersion"].startswith("kubeflow.org/"):
-        return schemas.validate(document, NEWEST, strict=True)
-    return published(document["kind"], document["apiVersion"]).validate(document)
+    """Validate a document against Kubernetes' schemas, or the published schema of another project's definition."""
+    group, _, version = document["apiVersion"].rpartition("/")
+    if schema := published(document["kind"], group, version):
+        return schema.validate(document)
+    return schemas.validate(document, NEWEST, strict=True)
 
 
 MINORS = sorted(set(schemas.all_versions()), key=lambda version: [int(part) for part in version.split(".")])[-4:]
