@@ -7,14 +7,13 @@ KUBECONFIG=... OUTLAST_TEST_IMAGE=... pytest -m cluster tests/kubernetes/test_wh
 
 from __future__ import annotations
 
-import subprocess
 import time
-import uuid
 from collections.abc import Iterator
 
 import pytest
 
 import situations
+from namespaces import Namespace, made
 from outlast import cli
 from outlast.base.errors import NotFound
 from outlast.job.contract import Pod
@@ -26,13 +25,6 @@ LAST = {"deadline": 60, "probe-fails": 240}
 """Seconds until there is something to see; a startup probe may fail for two minutes."""
 
 
-@pytest.fixture
-def namespace(request: pytest.FixtureRequest) -> Iterator[str]:
-    name = f"why-test-{uuid.uuid4().hex[:8]}"
-    yield name
-    subprocess.run(["kubectl", "delete", "namespace", name, "--wait=false", "--ignore-not-found"], check=True)
-
-
 def causes(namespace: str) -> list[Finding]:
     cluster = api.connect(namespace=namespace)
     try:
@@ -41,33 +33,39 @@ def causes(namespace: str) -> list[Finding]:
         cluster.close()
 
 
-@pytest.mark.parametrize("name", situations.SITUATIONS)
-def test_the_first_cause_is_the_one_that_was_made(name: str, namespace: str) -> None:
+@pytest.fixture
+def place(request: pytest.FixtureRequest) -> Iterator[Namespace]:
+    """A namespace of its own, with the labels of the test's situation."""
+    with made("why-test", situations.SITUATIONS[getattr(request, "param", "gpu")].labels) as found:
+        yield found
+
+
+@pytest.mark.parametrize(("name", "place"), [(name, name) for name in situations.SITUATIONS], indirect=["place"])
+def test_the_first_cause_is_the_one_that_was_made(name: str, place: Namespace) -> None:
     expected = diagnosis.causes(situations.seen(name), situations.noted(situations.seen(name)))[0]
-    what = expected.what.replace("namespace team", f"namespace {namespace}").replace(situations.RECORDED_IMAGE, situations.IMAGE)
+    what = expected.what.replace("namespace team", f"namespace {place.name}").replace(situations.RECORDED_IMAGE, situations.IMAGE)
     wanted = (expected.name, what.replace(f'"{Pod.CONTAINER}"', f'"{Pod.TRAINER}"'))  # recorded with the earlier name
-    situations.begin(name, namespace)
+    situations.begin(name, place)
     found: list[Finding] = []
 
     def told() -> bool:
-        found[:] = causes(namespace)
+        found[:] = causes(place.name)
         return (found[0].name, found[0].what) == wanted
 
-    assert situations.wait(told, LAST.get(name, 120)), f"{name}: {diagnosis.text(found)}"
+    place.wait(told, lambda: f"{name}: {diagnosis.text(found)}", LAST.get(name, 120))
 
 
-def test_the_command_tells_it(namespace: str, capsys: pytest.CaptureFixture[str]) -> None:
-    situations.begin("gpu", namespace)
-    assert situations.wait(lambda: situations.visible("gpu", namespace), 60)
+def test_the_command_tells_it(place: Namespace, capsys: pytest.CaptureFixture[str]) -> None:
+    situations.begin("gpu", place)
+    place.wait(lambda: "FailedScheduling" in place.kubectl("get", "events", "-o", "json"), lambda: place.logs("train"), 60)
     with pytest.raises(SystemExit) as ended:
-        cli.main(["why", "train", "-n", namespace])
+        cli.main(["why", "train", "-n", place.name])
     assert ended.value.code == 0
     assert capsys.readouterr().out.startswith("Workers 0 and 1 find no node: none has any nvidia.com/gpu\n  nodes offer: ")
 
 
-def test_a_job_and_a_namespace_that_do_not_exist_are_told(namespace: str) -> None:
-    with pytest.raises(NotFound, match="there is no namespace why-test-"):
-        causes(namespace)
-    situations.kubectl("create", "namespace", namespace)
+def test_a_job_and_a_namespace_that_do_not_exist_are_told(place: Namespace) -> None:
+    with pytest.raises(NotFound, match="there is no namespace why-nowhere"):
+        causes("why-nowhere")
     with pytest.raises(NotFound, match="there is no job train in namespace why-test-"):
-        causes(namespace)
+        causes(place.name)

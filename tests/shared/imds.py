@@ -9,10 +9,11 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler
 
 import web
+from apiserver import send
 
 SPOT = "/latest/meta-data/spot/instance-action"
 REBALANCE = "/latest/meta-data/events/recommendations/rebalance"
@@ -43,24 +44,16 @@ class Imds:
             self.released.wait(60)
             return
         if self.refused:
-            return _send(handler, 403, "Forbidden")
+            return send(handler, 403, "Forbidden")
         if handler.path == TOKEN:
             if handler.command != "PUT" or not handler.headers.get("X-aws-ec2-metadata-token-ttl-seconds"):
-                return _send(handler, 400, "Bad Request")
+                return send(handler, 400, "Bad Request")
             self.tokens.add(token := f"token-{len(self.asked)}")
-            return _send(handler, 200, token)
+            return send(handler, 200, token)
         if handler.headers.get("X-aws-ec2-metadata-token") not in self.tokens:
-            return _send(handler, 401, "Unauthorized")
+            return send(handler, 401, "Unauthorized")
         found = self.documents.get(handler.path)
-        _send(handler, *((404, "Not Found") if found is None else (200, found)))
-
-
-def _send(handler: BaseHTTPRequestHandler, code: int, text: str) -> None:
-    with suppress(OSError):  # who asked waits no more
-        handler.send_response(code)
-        handler.send_header("Content-Length", str(len(text)))
-        handler.end_headers()
-        handler.wfile.write(text.encode())
+        send(handler, *((404, "Not Found") if found is None else (200, found)))
 
 
 @contextmanager

@@ -7,7 +7,7 @@ import os
 import re
 import secrets
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,6 +20,7 @@ from outlast.kubernetes.api import kinds
 
 Document = dict[str, Any]
 STEPS = ("--epochs=250",)
+RESTRICTED = {"pod-security.kubernetes.io/enforce": "restricted"}
 
 
 class Namespace:
@@ -110,13 +111,12 @@ def a_server(namespace: str) -> list[Document]:
 
 
 @contextmanager
-def made(prefix: str = "outlast") -> Iterator[Namespace]:
+def made(prefix: str = "outlast", labels: Mapping[str, str] = RESTRICTED) -> Iterator[Namespace]:
     """Create a namespace for some tests, or skip them without an image."""
     if "OUTLAST_TEST_IMAGE" not in os.environ:
         pytest.skip("OUTLAST_TEST_IMAGE does not name an image that the cluster has")
     found = Namespace(f"{prefix}-{secrets.token_hex(3)}")
-    labels = {"pod-security.kubernetes.io/enforce": "restricted"}
-    found.apply([{"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": found.name, "labels": labels}}])
+    found.apply([kinds.NAMESPACE.document({"name": found.name, "labels": dict(labels)})])
     try:
         yield found
     finally:

@@ -7,13 +7,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import json
 import os
-import subprocess
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -21,7 +19,7 @@ from typing import Any
 
 import yaml
 
-import waits
+from namespaces import Namespace
 from outlast.job import spec
 from outlast.kubernetes import diagnosis, manifests
 from outlast.kubernetes.api import kinds
@@ -40,7 +38,7 @@ Document = dict[str, Any]
 
 @dataclass(frozen=True)
 class Situation:
-    """Job with the other documents in its namespace, and the sign that the situation has occurred."""
+    """Job with the other documents in its namespace."""
 
     fields: Document = field(default_factory=dict)
     """Fields of the job's `spec`."""
@@ -48,10 +46,6 @@ class Situation:
     """Documents that exist in the namespace before the job."""
     labels: Mapping[str, str] = field(default_factory=dict)
     """Labels of the namespace."""
-    topology: str = "indexed-job"
-    until: str = "reason"
-    """Word that appears in events or pods once the situation is visible."""
-    words: tuple[str, ...] = ()
 
 
 def quota(**hard: str) -> Document:
@@ -91,54 +85,44 @@ WORKERS = {"matchLabels": {"app.kubernetes.io/component": "worker"}}
 AWAY = [{"topologyKey": "kubernetes.io/os", "labelSelector": WORKERS}]
 APART = {"podAntiAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": AWAY}}
 SITUATIONS: dict[str, Situation] = {
-    "image-unreachable": Situation({"image": "127.0.0.1:5056/team/train:v9"}, until="ErrImagePull"),
-    "image-never": Situation(
-        {"image": "localhost/train:v9", "template": container(imagePullPolicy="Never")}, until="ErrImageNeverPull"
-    ),
-    "image-invalid": Situation({"image": "Team/Train:v9"}, until="InvalidImageName"),
-    "gpu": Situation({"resources": {"gpu": 2}}, until="FailedScheduling"),
-    "cpu": Situation({"resources": {"cpu": 64}}, until="FailedScheduling"),
-    "memory": Situation({"resources": {"memory": "900Gi"}}, until="FailedScheduling"),
-    "node-selector": Situation({"nodeSelector": {"disk": "nvme"}}, until="FailedScheduling"),
-    "claim-missing": Situation({"volumes": DATA}, until="FailedScheduling"),
-    "claim-no-class": Situation({"volumes": DATA}, there=(claim("datasets"),), until="no storage class is set"),
-    "claim-wrong-class": Situation(
-        {"volumes": DATA}, there=(claim("datasets", storageClassName="fast"),), until="ProvisioningFailed"
-    ),
-    "secret-missing": Situation({"secrets": [{"name": "hf-token"}]}, until="CreateContainerConfigError"),
-    "secret-volume-missing": Situation({"secrets": [{"name": "hf-token", "to": "/secrets"}]}, until="FailedMount"),
-    "configmap-missing": Situation(
-        {"template": container(envFrom=[{"configMapRef": {"name": "settings"}}])}, until="CreateContainerConfigError"
-    ),
-    "quota": Situation({"template": SLEEP}, there=(quota(pods="1"),), until="exceeded quota"),
-    "quota-unset": Situation({}, there=(quota(**{"requests.cpu": "4"}),), until="must specify"),
+    "image-unreachable": Situation({"image": "127.0.0.1:5056/team/train:v9"}),
+    "image-never": Situation({"image": "localhost/train:v9", "template": container(imagePullPolicy="Never")}),
+    "image-invalid": Situation({"image": "Team/Train:v9"}),
+    "gpu": Situation({"resources": {"gpu": 2}}),
+    "cpu": Situation({"resources": {"cpu": 64}}),
+    "memory": Situation({"resources": {"memory": "900Gi"}}),
+    "node-selector": Situation({"nodeSelector": {"disk": "nvme"}}),
+    "claim-missing": Situation({"volumes": DATA}),
+    "claim-no-class": Situation({"volumes": DATA}, there=(claim("datasets"),)),
+    "claim-wrong-class": Situation({"volumes": DATA}, there=(claim("datasets", storageClassName="fast"),)),
+    "secret-missing": Situation({"secrets": [{"name": "hf-token"}]}),
+    "secret-volume-missing": Situation({"secrets": [{"name": "hf-token", "to": "/secrets"}]}),
+    "configmap-missing": Situation({"template": container(envFrom=[{"configMapRef": {"name": "settings"}}])}),
+    "quota": Situation({"template": SLEEP}, there=(quota(pods="1"),)),
+    "quota-unset": Situation({}, there=(quota(**{"requests.cpu": "4"}),)),
     "limit-range": Situation(
         {"resources": {"memory": "2Gi"}},
         there=({"apiVersion": "v1", "kind": "LimitRange", "metadata": {"name": "team"}, "spec": {"limits": [MAXIMUM]}},),
-        until="maximum memory usage",
     ),
     "pod-security": Situation(
         {"template": container(securityContext={"privileged": True, "allowPrivilegeEscalation": True})},
         labels={"pod-security.kubernetes.io/enforce": "restricted"},
-        until="violates PodSecurity",
     ),
-    "account-missing": Situation({"template": {"spec": {"serviceAccountName": "trainer"}}}, until="serviceaccount"),
-    "priority-missing": Situation({"scheduling": {"priorityClassName": "urgent"}}, until="no PriorityClass"),
+    "account-missing": Situation({"template": {"spec": {"serviceAccountName": "trainer"}}}),
+    "priority-missing": Situation({"scheduling": {"priorityClassName": "urgent"}}),
     "out-of-memory": Situation(
-        {"resources": {"memory": "128Mi"}, **ONCE, "template": python("x = [bytearray(1 << 20) for _ in range(1 << 20)]")},
-        until="OOMKilled",
+        {"resources": {"memory": "128Mi"}, **ONCE, "template": python("x = [bytearray(1 << 20) for _ in range(1 << 20)]")}
     ),
-    "command-missing": Situation({"template": container(command=["outlast-agent"])}, until="executable file not found"),
-    "script-fails": Situation({**ONCE, "template": python(FAILS)}, until="BackoffLimitExceeded"),
+    "command-missing": Situation({"template": container(command=["outlast-agent"])}),
+    "script-fails": Situation({**ONCE, "template": python(FAILS)}),
     "configuration-wrong": Situation(
-        {**ONE, "template": container(env=[{"name": "OUTLAST_JOB_FILE", "value": "/etc/outlast/jobs.yaml"}])},
-        until="PodFailurePolicy",
+        {**ONE, "template": container(env=[{"name": "OUTLAST_JOB_FILE", "value": "/etc/outlast/jobs.yaml"}])}
     ),
-    "probe-fails": Situation({"template": SLEEP}, until='"exitCode": 137'),
-    "suspended": Situation({"suspend": True}, until="Suspended"),
-    "deadline": Situation({"activeDeadlineSeconds": 5, "template": SLEEP}, until="DeadlineExceeded"),
-    "finished": Situation({**ONE, "template": container(command=["true"])}, until="Completed"),
-    "alone": Situation({"template": {"spec": {**SLEEP["spec"], "affinity": APART}}}, until="anti-affinity"),
+    "probe-fails": Situation({"template": SLEEP}),
+    "suspended": Situation({"suspend": True}),
+    "deadline": Situation({"activeDeadlineSeconds": 5, "template": SLEEP}),
+    "finished": Situation({**ONE, "template": container(command=["true"])}),
+    "alone": Situation({"template": {"spec": {**SLEEP["spec"], "affinity": APART}}}),
 }
 
 
@@ -173,13 +157,13 @@ def seen(name: str) -> Snapshot:
     )
 
 
-def findings(name: str) -> list[Finding]:
-    return [Finding(**{**each, "evidence": tuple(each["evidence"])}) for each in _findings()[name]]
-
-
 @functools.cache
 def _findings() -> Document:
     return dict(yaml.safe_load(FINDINGS.read_text()))
+
+
+def findings(name: str) -> list[Finding]:
+    return [Finding(**{**each, "evidence": tuple(each["evidence"])}) for each in _findings()[name]]
 
 
 def noted(it: Snapshot) -> float:
@@ -190,32 +174,10 @@ def noted(it: Snapshot) -> float:
 # On a cluster
 
 
-def kubectl(*words: str, documents: list[Document] | None = None) -> str:
-    given = json.dumps({"apiVersion": "v1", "kind": "List", "items": documents}) if documents is not None else None
-    done = subprocess.run(["kubectl", *words], input=given, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
-def begin(name: str, namespace: str) -> None:
-    it = SITUATIONS[name]
-    labelled = {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": namespace, "labels": dict(it.labels)}}
-    kubectl("apply", "-f", "-", documents=[labelled])
-    if it.there:
-        kubectl("apply", "-n", namespace, "-f", "-", documents=list(it.there))
-    documents = json.dumps(manifests.render(job(name).in_namespace(namespace), it.topology))
+def begin(name: str, namespace: Namespace) -> None:
+    documents = json.dumps(manifests.render(job(name).in_namespace(namespace.name), "indexed-job"))
     documents = documents.replace(render_request.OPERATOR_IMAGE, IMAGE)  # from which pods copy Outlast if their image lacks it
-    kubectl("apply", "-n", namespace, "-f", "-", documents=json.loads(documents))
-
-
-def visible(name: str, namespace: str) -> bool:
-    return SITUATIONS[name].until in kubectl("get", "jobs,pods,events,pvc", "-n", namespace, "-o", "json")
-
-
-def wait(until: Callable[[], bool], timeout_s: float) -> bool:
-    with contextlib.suppress(AssertionError):
-        waits.until(until, timeout_s, pause_s=0.5)
-    return until()
+    namespace.apply([*SITUATIONS[name].there, *json.loads(documents)])
 
 
 if __name__ == "__main__":

@@ -41,8 +41,6 @@ parser.add_argument("--width", type=int, default=64)
 parser.add_argument("--frozen", type=int, default=0, help="parameters that are saved and not trained")
 parser.add_argument("--fail-at", type=int, default=None, help="rank 1 raises at this step, every time")
 parser.add_argument("--flip-at", type=int, default=None, help="a bit of rank 1's weights flips at this step, in generation 1")
-parser.add_argument("--exit-at", type=int, default=None, help="rank 0 exits with --exit-code at this step")
-parser.add_argument("--exit-code", type=int, default=78)
 parser.add_argument("--swell", type=Path, help="take memory until this process is killed once this file is there, which goes")
 parser.add_argument("--shards", help="read the samples from this place, where `a_place` has put them, not from memory")
 parser.add_argument("--sharded", action="store_true", help="FSDP2 instead of DDP")
@@ -111,8 +109,6 @@ def train() -> None:
                 raise ValueError(f"a bug at step {step}")
             if args.flip_at == step and run.rank == 1 and run.generation == 1:
                 module[0].weight.data.view(torch.int32)[1, 5] ^= 1 << 12
-            if args.exit_at == step and run.rank == 0:
-                raise SystemExit(args.exit_code)
             if args.swell and args.swell.exists():
                 args.swell.unlink()
                 _ = [bytearray(os.urandom(64 << 20)) for _ in range(1 << 16)]
