@@ -54,9 +54,7 @@ class Hosts(Pods):
     def close(self) -> None:
         self._over.set()
         self._watcher.join()
-        for index in list(self.running):
-            if self.running[index].poll() is None:
-                self.kill(index)
+        super().close()
 
     def _watch(self) -> None:
         while not self._over.wait(0.05):

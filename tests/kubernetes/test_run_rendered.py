@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 import re
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -17,9 +16,7 @@ import yaml
 
 import etcds
 import kubelets
-import ports
-import processes
-import waits
+from bare_pods import Pods
 from outlast.job import contract, spec
 from outlast.job.contract import Env, Pod
 from outlast.kubernetes import manifests
@@ -29,28 +26,18 @@ ROOT = Path(__file__).parents[2]
 Document = dict[str, Any]
 
 
-class Node:
+class Node(Pods):
     """Runs the pods of a workload, and starts none again by itself."""
 
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
-        self._port = ports.free()
-        self.running: dict[int, subprocess.Popen[bytes]] = {}
-
-    def start(self, documents: list[Document], *indices: int, **more: str) -> None:
-        """Start these pods; `more` is what their environment says otherwise."""
+    def start_all(self, documents: list[Document]) -> None:
         workload = documents[-1]
         (container,) = workload["spec"]["template"]["spec"]["containers"]
         config = next(each for each in documents if each["kind"] == "ConfigMap")
-        for index in indices or range(workload["spec"].get("replicas") or workload["spec"]["completions"]):
+        for index in range(workload["spec"]["replicas"]):
             place = self.directory / f"pod-{index}"
             (place / "etc").mkdir(parents=True, exist_ok=True)
             (place / "etc" / "job.yaml").write_text(config["data"]["job.yaml"])
-            env = self._environment(container["env"], place, index)
-            with (self.directory / f"pod-{index}.log").open("ab") as log:
-                self.running[index] = subprocess.Popen(
-                    [sys.executable, "-m", "outlast", "agent"], env={**os.environ, **env, **more}, stdout=log, stderr=log
-                )
+            self.run(index, {**os.environ, **self._environment(container["env"], place, index)})
 
     def _environment(self, said: list[Document], place: Path, index: int) -> dict[str, str]:
         fields = {"metadata.namespace": "team", "status.podIP": "127.0.0.1"}  # all others are where the index is
@@ -61,9 +48,6 @@ class Node:
             found[Env.RENDEZVOUS] = f"c10d://localhost:{self._port}"
         return {**found, Env.PROBE_PORT: "0"}
 
-    def log(self, index: int) -> str:
-        return (self.directory / f"pod-{index}.log").read_text()
-
     def says(self, pattern: str, *indices: int, timeout_s: float = 120) -> None:
         """Wait until each of these pods has said so, or with none given one of them."""
 
@@ -71,33 +55,20 @@ class Node:
             found = [re.search(pattern, self.log(index)) for index in indices or self.running]
             return all(found) if indices else any(found)
 
-        logs = lambda: "\n".join(f"{index}:\n{self.log(index)}" for index in self.running)  # noqa: E731
-        waits.until(said, timeout_s, lambda: f"{pattern} is not said within {timeout_s:.0f} s:\n{logs()}", pause_s=0.1)
+        self.wait(said, f"`{pattern}`", timeout_s)
 
-    def delete(self, *indices: int) -> list[int]:
+    def delete(self) -> list[int]:
         """As `kubectl delete pods`: all at once, with time to save; their exit codes."""
-        gone = [self.running.pop(index) for index in indices or list(self.running)]
-        for pod in gone:
-            pod.send_signal(signal.SIGTERM)
-        return [pod.wait(60) for pod in gone]
-
-    def lose(self, index: int) -> None:
-        processes.kill(self.running.pop(index))
+        for pod in self.running.values():
+            pod.terminate()
+        return [pod.wait(60) for pod in self.running.values()]
 
 
 @pytest.fixture
 def node(tmp_path: Path) -> Iterator[Node]:
     made = Node(tmp_path)
     yield made
-    for index in list(made.running):
-        if made.running[index].poll() is None:
-            made.lose(index)
-
-
-def documents(file: str, topology: str, **fields: object) -> list[Document]:
-    job = yaml.safe_load((ROOT / "examples" / "kubernetes" / file).read_text())
-    kept = {name: value for name, value in job["spec"].items() if name not in ("output", "volumes", "secrets", "env")}
-    return manifests.render(spec.parse(yaml.safe_dump({**job, "spec": {**kept, **fields}})), topology)
+    made.close()
 
 
 @pytest.mark.slow
@@ -111,13 +82,16 @@ def test_a_statefulset_goes_on_with_more_pods_of_more_processes_after_a_change_o
 
     def made(replicas: int, gpu: int) -> list[Document]:
         resources = {"cpu": 1, "memory": "1Gi", "gpu": gpu}
-        return documents("statefulset.yaml", "statefulset", workers={"replicas": replicas}, resources=resources, **common)
+        job = yaml.safe_load((ROOT / "examples" / "kubernetes" / "statefulset.yaml").read_text())
+        kept = {name: value for name, value in job["spec"].items() if name not in ("output", "volumes", "secrets", "env")}
+        fields = {**kept, **common, "workers": {"replicas": replicas}, "resources": resources}
+        return manifests.render(spec.parse(yaml.safe_dump({**job, "spec": fields})), "statefulset")
 
-    node.start(made(2, 1))
+    node.start_all(made(2, 1))
     node.says(r"\[DDP\] rank 1 of 2")
     node.says(r"\[EPOCH\] 5/30")
     assert node.delete() == [contract.Exit.INTERRUPTED] * 2
-    node.start(made(3, 2))
+    node.start_all(made(3, 2))
     node.says(r"\[DDP\] rank 5 of 6")
     node.says(r"\[DONE\].* 6 ranks agree on weights")
     node.says("stays up and does nothing more", 0, 1, 2)

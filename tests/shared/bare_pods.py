@@ -28,8 +28,8 @@ ARGS = ("--steps=60", "--pause=0.04", "--gate")
 
 
 class Pods:
-    def __init__(self, directory: Path, file: Path) -> None:
-        self.directory, self.output, self._file = directory, directory / "out", file
+    def __init__(self, directory: Path, file: Path | None = None) -> None:
+        self.directory, self.output, self._file = directory, directory / "out", file or directory / "job.yaml"
         self._port = ports.free()
         self.command, self.environ = [sys.executable, "-m", "outlast"], dict(os.environ)
         """The program `outlast` in the image of the pods, and the image's environment variables."""
@@ -46,9 +46,12 @@ class Pods:
                 Env.CHECKPOINT_EVERY: "10 steps", Env.ADDRESS: "127.0.0.1", Env.RENDEZVOUS: f"c10d://localhost:{self._port}",
                 "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", **more,
             }  # fmt: skip
-            program = [*self.command, "agent"]
-            with (self.directory / f"pod-{index}.log").open("ab") as log:
-                self.running[index] = subprocess.Popen(program, env=environ, stdout=log, stderr=log, start_new_session=True)
+            self.run(index, environ)
+
+    def run(self, index: int, environ: dict[str, str]) -> None:
+        with (self.directory / f"pod-{index}.log").open("ab") as log:
+            how = {"stdout": log, "stderr": log, "start_new_session": True}
+            self.running[index] = subprocess.Popen([*self.command, "agent"], env=environ, **how)
 
     def mend(self, old: str, new: str) -> None:
         self._file.write_text(self._file.read_text().replace(old, new))
@@ -65,8 +68,14 @@ class Pods:
         return record.step if record else 0
 
     def kill(self, index: int) -> None:
-        os.killpg(self.running[index].pid, signal.SIGKILL)
-        self.running.pop(index).wait()
+        pod = self.running.pop(index)
+        if pod.poll() is None:
+            os.killpg(pod.pid, signal.SIGKILL)
+            pod.wait()
+
+    def close(self) -> None:
+        for index in list(self.running):
+            self.kill(index)
 
     def codes(self, *, hurry: bool = True, timeout_s: float = 180) -> dict[int, int]:
         """Wait until all agents have ended, and return their exit codes. With `hurry`, exact.py stops pausing and passes its
@@ -97,6 +106,4 @@ def pods(machine) -> Iterator[Callable[..., Pods]]:
 
     yield make
     for each in made:
-        for index in list(each.running):
-            if each.running[index].poll() is None:
-                each.kill(index)
+        each.close()
