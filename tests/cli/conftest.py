@@ -16,8 +16,7 @@ from outlast.kubernetes.api import kinds
 def team(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[apiserver.ApiServer]:
     """A cluster with a namespace `n`, which a kubeconfig names, and no job on this machine."""
     api = apiserver.ApiServer(unserved=())
-    with apiserver.serving(api) as url:
-        monkeypatch.setenv("KUBECONFIG", str(apiserver.kubeconfig(tmp_path / "config", url)))
+    with apiserver.entered(api, tmp_path, monkeypatch):
         monkeypatch.setenv("OUTLAST_STATE_DIR", str(tmp_path / "state"))
         api.put(kinds.NAMESPACE.document({"name": "n"}))
         yield api

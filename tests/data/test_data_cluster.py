@@ -24,8 +24,7 @@ JOB = (kinds.JOB.resource, "n", "data-cifar10")
 def team(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[apiserver.ApiServer]:
     """A namespace `n` with a claim, and no job on this machine."""
     api = apiserver.ApiServer()
-    with apiserver.serving(api) as url:
-        monkeypatch.setenv("KUBECONFIG", str(apiserver.kubeconfig(tmp_path / "config", url)))
+    with apiserver.entered(api, tmp_path, monkeypatch):
         monkeypatch.setenv("OUTLAST_STATE_DIR", str(tmp_path / "state"))
         api.put({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": "n"}})
         api.put({"apiVersion": "v1", "kind": "PersistentVolumeClaim", "metadata": {"name": "efs-pvc", "namespace": "n"}})

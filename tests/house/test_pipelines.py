@@ -54,8 +54,7 @@ def api(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Ending]:
     (tmp_path / "job.yaml").write_text(yaml.safe_dump(document))
     monkeypatch.chdir(tmp_path)
     api = Ending()
-    with apiserver.serving(api) as url:
-        monkeypatch.setenv("KUBECONFIG", str(apiserver.kubeconfig(tmp_path / "config", url)))
+    with apiserver.entered(api, tmp_path, monkeypatch):
         yield api
 
 

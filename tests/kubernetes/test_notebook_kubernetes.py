@@ -118,8 +118,7 @@ def api(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[apiserver.A
     api = apiserver.ApiServer(unserved=("scheduling.x-k8s.io", "scheduling.volcano.sh"))
     monkeypatch.chdir(tmp_path)
     api.put(kinds.NAMESPACE.document({"name": "team"}))
-    with apiserver.serving(api) as url:
-        monkeypatch.setenv("KUBECONFIG", str(apiserver.kubeconfig(tmp_path / "config", url)))
+    with apiserver.entered(api, tmp_path, monkeypatch):
         monkeypatch.setenv("OUTLAST_STATE_DIR", str(tmp_path / "state"))
         yield api
 

@@ -44,8 +44,7 @@ def api(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[apiserver.A
     api = apiserver.ApiServer()
     monkeypatch.chdir(tmp_path)
     (tmp_path / "job.yaml").write_text(JOB)
-    with apiserver.serving(api) as url:
-        monkeypatch.setenv("KUBECONFIG", str(apiserver.kubeconfig(tmp_path / "config", url)))
+    with apiserver.entered(api, tmp_path, monkeypatch):
         yield api
 
 

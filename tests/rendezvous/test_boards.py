@@ -36,8 +36,7 @@ def coordinator(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pyt
                 server.start()
         case "operator":
             made = Operator()
-            with apiserver.serving(made.api) as url:
-                monkeypatch.setenv("KUBECONFIG", str(apiserver.kubeconfig(tmp_path / "config", url)))
+            with apiserver.entered(made.api, tmp_path, monkeypatch):
                 yield made
         case _:
             connected = Sockets(tmp_path / "socket" if request.param == "launcher" else None)

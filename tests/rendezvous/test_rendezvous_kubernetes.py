@@ -31,8 +31,7 @@ from waits import until
 @pytest.fixture
 def operator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Operator]:
     made = Operator()
-    with apiserver.serving(made.api) as url:
-        monkeypatch.setenv("KUBECONFIG", str(apiserver.kubeconfig(tmp_path / "config", url)))
+    with apiserver.entered(made.api, tmp_path, monkeypatch):
         monkeypatch.setenv(contract.Env.MEMBER, "uid-of-the-pod")
         monkeypatch.setenv(contract.Env.NAMESPACE, "default")
         for name in (contract.Env.OWNER, contract.Env.GENERATION):

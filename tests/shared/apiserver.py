@@ -333,13 +333,19 @@ def again_soon(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
 
 
 @contextmanager
+def entered(api: ApiServer, directory: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Serve, and set the environment to the server."""
+    with serving(api) as url:
+        monkeypatch.setenv("KUBECONFIG", str(kubeconfig(directory / "config", url)))
+        yield url
+
+
+@contextmanager
 def connected(
     api: ApiServer, directory: Path, monkeypatch: pytest.MonkeyPatch, namespace: str | None = None
 ) -> Iterator[kube.Cluster]:
-    with serving(api) as url:
-        monkeypatch.setenv("KUBECONFIG", str(kubeconfig(directory / "config", url)))
-        with closing(kube.connect(namespace=namespace)) as cluster:
-            yield cluster
+    with entered(api, directory, monkeypatch), closing(kube.connect(namespace=namespace)) as cluster:
+        yield cluster
 
 
 @contextmanager

@@ -113,8 +113,7 @@ class World:
 def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
     api = apiserver.ApiServer(unserved=("kueue.x-k8s.io",))
     api.may = rights.may
-    with apiserver.serving(api) as url, contextlib.ExitStack() as open_:
-        monkeypatch.setenv("KUBECONFIG", str(apiserver.kubeconfig(tmp_path / "config", url)))
+    with apiserver.entered(api, tmp_path, monkeypatch), contextlib.ExitStack() as open_:
         world = World(api, lambda: open_.enter_context(contextlib.closing(kube.connect(namespace="default"))))
         yield world
         for number in range(len(world.running)):

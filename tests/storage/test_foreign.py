@@ -66,8 +66,7 @@ def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], Any]
     @contextlib.contextmanager
     def serving() -> Iterator[Served]:
         api = Served()
-        with apiserver.serving(api) as url:
-            monkeypatch.setenv("KUBECONFIG", str(apiserver.kubeconfig(tmp_path / "config", url)))
+        with apiserver.entered(api, tmp_path, monkeypatch):
             yield api
 
     return serving
