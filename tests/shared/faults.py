@@ -36,9 +36,6 @@ class Request:
     """Decoded path with the query."""
     headers: dict[str, str]
     """Names in lower case."""
-    body: bytes
-    number: int
-    """Index of the request among all requests of the proxy."""
 
 
 Fault = Callable[["Exchange"], None]
@@ -53,43 +50,26 @@ class Exchange(BaseHTTPRequestHandler):
     disable_nagle_algorithm = True
     server: Server
 
+    def setup(self) -> None:
+        super().setup()
+        self.server.proxy.connections.append(self.connection)
+
     def exchange(self) -> None:
-        if self.headers.get("Transfer-Encoding", "").lower() == "chunked":
-            self.body = b"".join(iter(self._chunk, b""))
-        else:
-            length = int(self.headers.get("Content-Length") or 0)
-            self.body = self._taken(length)
-            if len(self.body) < length:  # the client hung up
-                self.close_connection = True
-                return
-        proxy = self.server.proxy
-        headers = {name.lower(): value for name, value in self.headers.items()}
+        length, proxy = int(self.headers.get("Content-Length") or 0), self.server.proxy
+        self.body = self.rfile.read(length)
+        if len(self.body) < length:  # the client hung up
+            self.close_connection = True
+            return
         with proxy.lock:
-            request = Request(self.command, unquote(self.path), headers, self.body, len(proxy.requests))
+            request = Request(self.command, unquote(self.path), {name.lower(): value for name, value in self.headers.items()})
             proxy.requests.append(request)
             fault = proxy.fault(request)
         (fault or passed)(self)
 
     do_GET = do_HEAD = do_PUT = do_POST = do_DELETE = exchange
 
-    def _taken(self, length: int) -> bytes:
-        rate = self.server.proxy.intake
-        if not rate:
-            return self.rfile.read(length)
-        pieces = []
-        while length and (piece := self.rfile.read(min(length, max(1, int(rate / 10))))):
-            length -= len(piece)
-            pieces.append(piece)
-            time.sleep(0.1)
-        return b"".join(pieces)
-
-    def _chunk(self) -> bytes:
-        data = self.rfile.read(int(self.rfile.readline().split(b";")[0], 16))
-        self.rfile.readline()
-        return data
-
     def forward(self) -> tuple[int, list[tuple[str, str]], bytes]:
-        host = urlsplit(self.server.proxy.upstream).netloc
+        host = urlsplit(self.server.proxy.place.server.endpoint).netloc
         connection = http.client.HTTPConnection(host, timeout=60)
         headers = {n: v for n, v in self.headers.items() if n.lower() not in ("connection", "transfer-encoding", "expect")}
         headers["Content-Length"] = str(len(self.body))
@@ -134,22 +114,8 @@ class Exchange(BaseHTTPRequestHandler):
 
 class Server(ThreadingHTTPServer):
     daemon_threads = True
-    block_on_close = False
-    allow_reuse_address = True
     request_queue_size = 128
     proxy: Proxy
-
-    def server_bind(self) -> None:
-        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 256 << 10)  # or much is taken before it is looked at
-        super().server_bind()
-
-    def process_request(self, request: Any, client_address: Any) -> None:
-        self.proxy.connections.append(request)
-        super().process_request(request, client_address)
-
-    def shutdown_request(self, request: Any) -> None:
-        with contextlib.suppress(OSError):
-            super().shutdown_request(request)
 
     def handle_error(self, request: object, client_address: object) -> None:
         pass  # clients hang up, servers are killed: that is what tests are about
@@ -157,13 +123,10 @@ class Server(ThreadingHTTPServer):
 
 @dataclass
 class Proxy:
-    """Proxy of `upstream` with a separate port."""
+    """Proxy of a place's server with a separate port."""
 
-    upstream: str
-    place: Place | None = None
+    place: Place
     fault: Chooser = lambda _: None
-    intake: float = 0
-    """Rate at which request bodies are read, in bytes per second; 0 means unlimited."""
     requests: list[Request] = field(default_factory=list)
     lock: threading.Lock = field(default_factory=threading.Lock)
     closing: threading.Event = field(default_factory=threading.Event)
@@ -177,7 +140,6 @@ class Proxy:
 
     @property
     def url(self) -> str:
-        assert self.place
         return self.place.url
 
     @property
@@ -294,7 +256,7 @@ def always(fault: Fault, *, method: str = "", path: str = "") -> Chooser:
 
 def before(place: Place, monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]:
     """Yield a proxy of a place's server, and set the environment to it."""
-    proxy = Proxy(place.server.endpoint, place)
+    proxy = Proxy(place)
     proxy.up()
     place.env = {**place.env, "AWS_ENDPOINT_URL": proxy.endpoint}
     monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.endpoint)
