@@ -39,17 +39,6 @@ def test_the_table_of_roles_and_the_package_load_nothing_else() -> None:
     assert after - before == {"outlast", "outlast.__main__"}
 
 
-def test_a_command_and_the_list_of_checkpoints_load_what_they_need_and_no_torch() -> None:
-    command = 'from outlast.local.backend import LocalBackend\nfrom pathlib import Path\nLocalBackend(Path("x")).list()'
-    [found] = loaded(f"import outlast.job.spec, outlast.checkpoints\n{command}")
-    assert not found & (TORCH | PEOPLE | STORES)
-
-
-def test_the_operator_needs_no_torch_no_store_and_nobody_to_talk_to() -> None:
-    [found] = loaded("import outlast.kubernetes.operator.main")
-    assert not found & (TORCH | PEOPLE | STORES)
-
-
 def test_who_needs_no_cluster_loads_no_client_of_one() -> None:
     before, after = loaded("import outlast.rendezvous.transport as transport", "transport.of('kubernetes://x')")
     assert not before & {"outlast.kubernetes.api", "httpx2", "lightkube"}
@@ -74,10 +63,22 @@ def test_what_a_worker_imports_comes_in_its_order_and_nothing_of_it_is_compiled_
     assert "outlast.training.session" in all_of_it
 
 
-@pytest.mark.parametrize(("process", "later"), [("local.launcher", set()), ("worker.agent.agent", JOB)])
-def test_what_runs_beside_the_training_is_light_and_an_agent_reads_its_job_later(process: str, later: set[str]) -> None:
-    [found] = loaded(f"import outlast.{process}")
-    assert not found & (TORCH | PEOPLE | STORES | {"outlast.local.backend"} | later)
+COMMAND = "import outlast.local.backend, pathlib; outlast.local.backend.LocalBackend(pathlib.Path('x')).list()"
+
+
+@pytest.mark.parametrize(
+    ("program", "later"),
+    [
+        ("import outlast.local.launcher", {"outlast.local.backend"}),
+        ("import outlast.worker.agent.agent", {"outlast.local.backend", *JOB}),
+        ("import outlast.kubernetes.operator.main", set()),
+        (f"import outlast.job.spec, outlast.checkpoints; {COMMAND}", set()),
+    ],
+    ids=["launcher", "agent, which reads its job later", "operator", "command"],
+)
+def test_what_runs_beside_the_training_is_light(program: str, later: set[str]) -> None:
+    [found] = loaded(program)
+    assert not found & (TORCH | PEOPLE | STORES | later)
 
 
 def test_a_worker_starts_its_warm_process_before_it_imports_what_else_it_needs(tmp_path: Path) -> None:

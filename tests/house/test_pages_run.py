@@ -26,6 +26,7 @@ ELSEWHERE = {
     r"\b[A-Z]{3,}\b|\$\d|\.\.\.|^data (get|prepare)$|^run --fresh$": "names of a reader",
     r"^data prepare \w+( --stretch)?$|_[A-Z]+": "the same",
     r" 2500$": "test_hugging_face runs that script",
+    r"^(validate|render) examples/": "nothing; test_examples runs them",
 }
 """Lines that do not run here, and what they need."""
 ON_A_JOB = re.compile(r"^(status|logs|scale|why|suspend|resume|cancel|report|evaluate|chaos|checkpoints \w+|forget)\b")
@@ -133,16 +134,11 @@ def lines() -> set[str]:
     return {" ".join(words) for words in OUTLAST}
 
 
-def alone(line: str) -> bool:
-    """Whether a line reads or writes files only: it needs no story."""
-    return bool(re.match(r"(validate|render) .*examples/", line))
-
-
 def test_every_line_of_a_page_runs_or_needs_what_is_not_here() -> None:
     told = {line for story in STORIES.values() for line, _ in story}
     assert told <= lines(), "a story that no page tells any more"
     verbs = {found[1] for line in told if (found := ON_A_JOB.match(line))}
-    left = {line for line in lines() - told if not any(re.search(each, line) for each in ELSEWHERE) and not alone(line)}
+    left = {line for line in lines() - told if not any(re.search(each, line) for each in ELSEWHERE)}
     on_a_job = {line for line in left if (found := ON_A_JOB.match(line)) and found[1] in verbs}
     assert left - on_a_job == set()
 
@@ -181,10 +177,3 @@ def test_the_lines_of_the_pages_run_one_after_another(story: str, place: Path) -
         subprocess.run([sys.executable, "-m", "outlast.recipes.llm_tiny", "data/llm"], cwd=place, check=True)
     for line, more in STORIES[story]:
         type_in(line, more, place)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_the_lines_that_read_an_example_run(place: Path) -> None:
-    for line in sorted(filter(alone, lines())):
-        type_in(line, [], place)
