@@ -232,8 +232,8 @@ def test_a_run_says_where_it_is_saves_what_is_due_and_is_measured(
     assert "a run of another --ema-decay (ema True) than the one here" in refusal(*argv, "--ema-decay=0")
     renamed = shutil.copytree(images, tmp_path / "renamed")
     for part in ("train", "val"):
-        (renamed / part / "bricks").rename(renamed / part / "stones")
-    assert "other classes (classes bricks) than the one here (classes stones)" in refusal(renamed, *argv[1:], "--no-pack")
+        (renamed / part / "across-04").rename(renamed / part / "stones")
+    assert "other classes (classes across-04) than the one here (classes stones)" in refusal(renamed, *argv[1:], "--no-pack")
 
 
 def test_packed_images_and_files_make_the_same_run(tmp_path: Path, images: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -283,10 +283,10 @@ def test_mistakes_are_one_sentence(tmp_path: Path, images: Path, monkeypatch: py
     assert "none: there is no such directory; give one with train/CLASS/" in refusal(tmp_path / "none", *SMALL)
     assert "num_classes (5) is below the 6 classes of" in refusal(images, *SMALL, "--num-classes=5")
     broken = shutil.copytree(images, tmp_path / "broken")
-    (broken / "train" / "bricks" / "0.jpg").write_bytes(b"\xff\xd8 no image")
-    assert "train/bricks/0.jpg is damaged or no image" in refusal(broken, *SMALL)
-    shutil.rmtree(broken / "val" / "bricks")
-    assert "1 of 6 classes are in train and not in val (bricks)" in refusal(broken, *SMALL)
+    (broken / "train" / "across-04" / "0.jpg").write_bytes(b"\xff\xd8 no image")
+    assert "train/across-04/0.jpg is damaged or no image" in refusal(broken, *SMALL)
+    shutil.rmtree(broken / "val" / "across-04")
+    assert "1 of 6 classes are in train and not in val (across-04)" in refusal(broken, *SMALL)
     shutil.rmtree(broken / "val")
     (broken / "val").mkdir()
     assert "has no images" in refusal(broken, *SMALL)
@@ -309,11 +309,11 @@ def test_an_image_that_cannot_be_decoded_is_left_out_if_asked(
     tmp_path: Path, images: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     broken = shutil.copytree(images, tmp_path / "broken")
-    (broken / "train" / "bricks" / "0.jpg").write_bytes(b"\xff\xd8 no image")
+    (broken / "train" / "across-04" / "0.jpg").write_bytes(b"\xff\xd8 no image")
     for name, more in (("packed", ()), ("files", ("--no-pack",))):
         monkeypatch.setenv("OUTLAST_OUTPUT", str(tmp_path / name))
         imagenet.main([str(broken), *SMALL, "--epochs=1", "--skip-bad", *more])
-        assert "train/bricks/0.jpg" in capsys.readouterr().err
+        assert "train/across-04/0.jpg" in capsys.readouterr().err
         final = disturbances.final(tmp_path / name)
         assert (final["step"], final["left_out"]) == (4, 1)
 
