@@ -43,7 +43,7 @@ class Ending(apiserver.ApiServer):
         return super().put(document)
 
     def jobs(self) -> list[Document]:
-        return [each for key, each in self.documents.items() if key[0] == kinds.ELASTIC_JOB.resource]
+        return self.objects(kinds.ELASTIC_JOB.resource)
 
 
 @pytest.fixture

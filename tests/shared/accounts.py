@@ -49,9 +49,9 @@ class Story:
         self.say("saving", step=self.step).say("staged", stall, step=self.step, stall_s=stall)
         return self.say("committed", durable, step=self.step, path="p", bytes=1, seconds=stall + durable)
 
-    def failure(self, after: float = 0.0, worker: int = 1, reason: str = KILLED, counted: bool = True) -> Story:
+    def failure(self, after: float = 0.0, worker: int = 1, reason: str = KILLED) -> Story:
         whose = {"generation": self.generation, "worker": worker, "rank": worker, "code": 137}
-        self.say("failure", after, **whose, reason=reason, counted=counted)
+        self.say("failure", after, **whose, reason=reason, counted=True)
         return self.say("called", generation=self.generation + 1, reason=f"lost worker {worker}", planned=False)
 
     def finished(self, after: float = 0.0, state: str = "Succeeded") -> Story:

@@ -40,12 +40,15 @@ Main = Callable[[list[str]], Any]
 Moment = tuple[int, Literal["start", "step", "save"]]
 
 
+RANKS, SIZES = 2, (1, 3, 2)
+"""Ranks of a run that is killed, and those of one that is resized, one after the other."""
+
+
 def killed_20_times(
     main: Main,
     argv: Sequence[str],
     tmp_path: Path,
     *,
-    ranks: int = 2,
     seed: int = 0,
     logs: Sequence[str] = ("loss",),
     clocked: Sequence[str] = (),
@@ -58,14 +61,14 @@ def killed_20_times(
     others must be equal. `preload`: modules that the recipe imports late. `memory`: agents keep snapshots of as many steps as can
     be, and training goes on from these.
     """
-    rest = list(argv), tmp_path, ranks, random.Random(seed), tuple(logs), set(clocked)
+    rest = list(argv), tmp_path, random.Random(seed), tuple(logs), set(clocked)
     if not memory:
         return _in_nursery(preload, _killed_20_times, main, *rest)
     from ranks import Agents
 
     agents = Agents(tmp_path / "killed")
     with contextlib.ExitStack() as stack:
-        for worker in range(ranks):
+        for worker in range(RANKS):
             agents.start(worker)
             stack.callback(agents.servers[worker].close)
         _in_nursery(preload, _killed_20_times, functools.partial(_with_snapshots, main), *rest)
@@ -90,16 +93,15 @@ def resized(
     argv: Sequence[str],
     tmp_path: Path,
     *,
-    sizes: Sequence[int] = (1, 3, 2),
     rel: float = 1e-4,
     logs: Sequence[str] = ("loss",),
     preload: Sequence[str] = (),
 ) -> None:
-    """Train with these numbers of ranks one after the other. Each sample must occur once per epoch, with the undisturbed loss.
+    """Train with 1, 3 and 2 ranks one after the other. Each sample must occur once per epoch, with the undisturbed loss.
 
     `rel`: by how much the metrics of `logs` may differ from those of one undisturbed rank, relatively.
     """
-    _in_nursery(preload, _resized, main, list(argv), tmp_path, tuple(sizes), rel, tuple(logs))
+    _in_nursery(preload, _resized, main, list(argv), tmp_path, rel, tuple(logs))
 
 
 def trained(
@@ -139,22 +141,22 @@ def _lines(output: Path) -> list[dict[str, Any]]:
 
 
 def _killed_20_times(
-    main: Main, argv: list[str], tmp_path: Path, ranks: int, draw: random.Random, logs: tuple[str, ...], clocked: set[str]
+    main: Main, argv: list[str], tmp_path: Path, draw: random.Random, logs: tuple[str, ...], clocked: set[str]
 ) -> None:
     calm, output = tmp_path / "calm", tmp_path / "killed"
-    trained(main, argv, calm, ranks)
+    trained(main, argv, calm, RANKS)
     last = max(line["step"] for line in _lines(calm) if "step" in line)
     for generation, moment in enumerate(moments(draw, last), start=1):
-        processes = worlds.started(functools.partial(main, argv), output, ranks, generation=generation)
+        processes = worlds.started(functools.partial(main, argv), output, RANKS, generation=generation)
         for _ in _until(output, generation, moment):
-            assert all(process.is_alive() for process in processes), f"it ended before {moment}: {_errors(output, ranks)}"
+            assert all(process.is_alive() for process in processes), f"it ended before {moment}: {_errors(output, RANKS)}"
         time.sleep(draw.uniform(0, {"start": 0.5, "step": 0.02, "save": 0.005}[moment[1]]))  # the moment that is drawn
-        for process in draw.sample(processes, ranks):
+        for process in draw.sample(processes, RANKS):
             process.kill()
             time.sleep(draw.choice((0, 0.02)))  # the others may see that it is gone
         for process in processes:
             process.join()
-    trained(main, argv, output, ranks, generation=21)
+    trained(main, argv, output, RANKS, generation=21)
     ours, theirs = ({name: value for name, value in final(to).items() if name not in clocked} for to in (output, calm))
     assert ours == theirs
     assert ours["weights_sha256"], "there is something to compare"
@@ -205,14 +207,14 @@ def _errors(output: Path, ranks: int) -> list[str]:
 # Resized
 
 
-def _resized(main: Main, argv: list[str], tmp_path: Path, sizes: tuple[int, ...], rel: float, logs: tuple[str, ...]) -> None:
+def _resized(main: Main, argv: list[str], tmp_path: Path, rel: float, logs: tuple[str, ...]) -> None:
     calm, output = tmp_path / "calm", tmp_path / "resized"
-    assert _recorded(main, argv, calm, sizes[0], 1, tmp_path / "calm-seen", None) == {0}, _errors(calm, sizes[0])
+    assert _recorded(main, argv, calm, SIZES[0], 1, tmp_path / "calm-seen", None) == {0}, _errors(calm, SIZES[0])
     undisturbed = _seen(tmp_path / "calm-seen")
     steps = sorted({step for step, _, _ in undisturbed})
-    assert len(steps) >= len(sizes), f"{len(steps)} steps are too few for {len(sizes)} sizes"
-    for generation, ranks in enumerate(sizes, start=1):
-        leave = steps[len(steps) * generation // len(sizes) - 1] if generation < len(sizes) else None
+    assert len(steps) >= len(SIZES), f"{len(steps)} steps are too few for {len(SIZES)} sizes"
+    for generation, ranks in enumerate(SIZES, start=1):
+        leave = steps[len(steps) * generation // len(SIZES) - 1] if generation < len(SIZES) else None
         codes = _recorded(main, argv, output, ranks, generation, tmp_path / "seen", leave)
         assert codes == {0 if leave is None else contract.Exit.INTERRUPTED}, _errors(output, ranks)
     seen = _seen(tmp_path / "seen")

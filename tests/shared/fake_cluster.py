@@ -93,7 +93,7 @@ class FakeCluster(api.Cluster):
         self.then(made)
         return made
 
-    def create(self, document: Document, *, dry_run: bool = False) -> Document:
+    def create(self, document: Document) -> Document:
         made = self.put(copy.deepcopy(document))
         self.order.append(f"create {kind_of(document)} {made['metadata']['name']}")
         self.then(made)

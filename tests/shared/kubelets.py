@@ -71,26 +71,25 @@ class Kubelet:
     def _run(self) -> None:
         while not self.over.wait(0.05):
             with self.api.lock:
-                pods = [each for key, each in self.api.documents.items() if key[0] == "pods" and key[2] != OPERATOR]
-                pods = json.loads(json.dumps(pods))
-            there = {pod["metadata"]["uid"]: pod for pod in pods}
+                pods = json.loads(json.dumps(self.api.objects("pods")))
+            there = {pod["metadata"]["uid"]: pod for pod in pods if pod["metadata"]["name"] != OPERATOR}
             for uid in set(self.running) - set(there):  # deleted without grace
                 processes.kill(self.running.pop(uid)[1])
             for uid, pod in there.items():
                 self._look_after(uid, pod)
 
     def _look_after(self, uid: str, pod: Document) -> None:
-        goes = "deletionTimestamp" in pod["metadata"]
+        name, goes = pod["metadata"]["name"], "deletionTimestamp" in pod["metadata"]
         if uid not in self.running:
-            if (pod.get("status") or {}).get("phase") in ("Succeeded", "Failed") and not goes:
-                return
             if goes:
-                return self._remove(pod)
-            if node := self._free():
+                with self.api.lock:
+                    if self._there(pod):
+                        self.api.remove("pods", name)
+            elif (pod.get("status") or {}).get("phase") not in ("Succeeded", "Failed") and (node := self._free()):
                 self.nodes[uid] = node
-                self.running[uid] = (pod["metadata"]["name"], self._start(uid, pod))
+                self.running[uid] = name, self._start(uid, pod)
                 self._says(pod, "Running", {"running": {}})
-            return None
+            return
         process = self.running[uid][1]
         if (code := process.poll()) is not None:
             del self.running[uid]
@@ -101,28 +100,23 @@ class Kubelet:
             self._told.add(uid)
             process.send_signal(signal.SIGTERM)
 
+    def _there(self, pod: Document) -> Document | None:
+        """The pod as it is now, if it is not another one of that name."""
+        there = self.api.documents.get(("pods", "default", pod["metadata"]["name"]))
+        return there if there and there["metadata"]["uid"] == pod["metadata"]["uid"] else None
+
     def _says(self, pod: Document, phase: str, state: Document) -> None:
         with self.api.lock:
-            there = self.api.documents.get(("pods", "default", pod["metadata"]["name"]))
-            if there is not None and there["metadata"]["uid"] == pod["metadata"]["uid"]:
+            if there := self._there(pod):
                 container = {"name": Pod.CONTAINER, "ready": phase == "Running", "state": state}
-                meta = dict(there["metadata"])
                 spec = {**there["spec"], "nodeName": self.nodes[pod["metadata"]["uid"]]}
                 status = {"phase": phase, "containerStatuses": [container]}
-                self.api.put({**there, "metadata": meta, "spec": spec, "status": status})
+                self.api.put({**there, "metadata": dict(there["metadata"]), "spec": spec, "status": status})
 
     def _free(self) -> str:
         """The node with the fewest pods that takes one."""
-        with self.api.lock:
-            nodes = [each for key, each in self.api.documents.items() if key[0] == "nodes"]
-        names = [each["metadata"]["name"] for each in nodes if not each["spec"].get("unschedulable")]
+        names = [each["metadata"]["name"] for each in self.api.objects("nodes") if not each["spec"].get("unschedulable")]
         return min(names, key=[self.nodes[uid] for uid in self.running].count, default="")
-
-    def _remove(self, pod: Document) -> None:
-        with self.api.lock:
-            there = self.api.documents.get(("pods", "default", pod["metadata"]["name"]))
-            if there is not None and there["metadata"]["uid"] == pod["metadata"]["uid"]:
-                self.api.remove("pods", pod["metadata"]["name"])
 
     def _start(self, uid: str, pod: Document) -> subprocess.Popen[bytes]:
         name, place = pod["metadata"]["name"], self.directory / uid
@@ -176,8 +170,7 @@ class Operated:
 
     @property
     def job(self) -> Document:
-        with self.api.lock:
-            return next(d for key, d in self.api.documents.items() if key[0] == "elasticjobs.outlast.dev")
+        return self.api.objects("elasticjobs.outlast.dev")[0]
 
     @property
     def status(self) -> Document:

@@ -50,7 +50,7 @@ def both_train(namespace: Namespace, name: str) -> None:
     namespace.wait(lambda: namespace.logs(name).count("rank 1 step ") >= 8, lambda: namespace.logs(name), 400)
 
 
-def hurried(namespace: Namespace, name: str, timeout_s: float = 400) -> Document:
+def hurried(namespace: Namespace, name: str) -> Document:
     """Let exact.py in all pods pass its gate without pauses, and return the job's final status."""
 
     def over(found: Document) -> bool:
@@ -58,7 +58,7 @@ def hurried(namespace: Namespace, name: str, timeout_s: float = 400) -> Document
             namespace.kubectl("exec", pod, "--", "sh", "-c", 'touch "$OUTLAST_OUTPUT/hurry"', fails=True)
         return found.get("state") in ("Succeeded", "Failed")
 
-    return until(namespace, name, over, timeout_s)
+    return until(namespace, name, over, 400)
 
 
 def status(namespace: Namespace, name: str) -> Document:
