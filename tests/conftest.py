@@ -20,8 +20,11 @@ import worlds
 from etcds import own_etcd, shared_etcd  # noqa: F401 (fixtures)
 from faults import moto_proxy, rclone_proxy  # noqa: F401 (fixtures)
 from machines import Machine
-from namespaces import Namespace, made
-from operated import undisturbed_pods  # noqa: F401 (fixture)
+from namespaces import (
+    Namespace,
+    made,
+    undisturbed_pods,  # noqa: F401 (fixture)
+)
 from outlast import cli
 from outlast.job.backend import Backend
 from outlast.storage import store

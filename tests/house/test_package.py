@@ -96,11 +96,8 @@ def test_the_workflows_publish_what_there_is() -> None:
     images = jobs["images"]["strategy"]["matrix"]["include"]
     stages = re.findall(r"^FROM \S+ AS (\S+)$", (ROOT / "images" / "Dockerfile").read_text(), re.M)
     assert {each["target"] for each in images} <= set(stages)
-    build = next(step for step in jobs["images"]["steps"] if step.get("uses", "").startswith("docker/build-push-action@"))["with"]
-    assert (build["platforms"], build["sbom"], build["push"]) == ("linux/amd64,linux/arm64", True, True)
     tag = f"/operator:{__version__.rpartition('.')[0]}"
     assert operator_deployment.OPERATOR_IMAGE.endswith(tag), "that of the minor version"
-    assert "-m build" in str(jobs["build"]["steps"])
     assert jobs["wheels"]["permissions"] == {"id-token": "write"}, "PyPI trusts the workflow: there is no token"
     for path in WORKFLOWS:
         assert not re.search(r"secrets\.(?!GITHUB_TOKEN)", path.read_text()), path

@@ -12,8 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from namespaces import Namespace
-from operated import KILL_RANKS, hurried, status, submit_exact, trains, until
+from namespaces import KILL_RANKS, Namespace, hurried, status, submit_exact, trains, until
 from outlast.job.report import goodput
 from outlast.job.report.steps import Bucket
 from outlast.kubernetes import api

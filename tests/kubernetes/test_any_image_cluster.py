@@ -9,8 +9,7 @@ import os
 
 import pytest
 
-from namespaces import Namespace
-from operated import KILL_RANKS, begun, status, trains, until
+from namespaces import KILL_RANKS, Namespace, begun, status, trains, until
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 ARGS = ["--epochs=500"]

@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from namespaces import Namespace
-from operated import ELASTIC, for_ranks, hurried, status, submit_exact, trains, until, weights
+from namespaces import ELASTIC, Namespace, for_ranks, hurried, status, submit_exact, trains, until, weights
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 RANKS = for_ranks("echo ${p#/proc/}")

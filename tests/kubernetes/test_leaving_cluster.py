@@ -21,8 +21,7 @@ from typing import Any
 
 import pytest
 
-from namespaces import Namespace
-from operated import ELASTIC, both_train, hurried, submit_exact
+from namespaces import ELASTIC, Namespace, both_train, hurried, submit_exact
 from outlast.storage import store
 from outlast.storage.runs import output as stored
 from seeds import seeds

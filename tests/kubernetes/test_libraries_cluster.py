@@ -14,8 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from namespaces import Namespace
-from operated import KILL_RANKS, OUTLAST, status, trains, until, weights
+from namespaces import KILL_RANKS, OUTLAST, Namespace, status, trains, until, weights
 from outlast.kubernetes.api import kinds
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(2400)]

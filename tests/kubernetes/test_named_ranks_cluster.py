@@ -14,8 +14,7 @@ from pathlib import Path
 import pytest
 
 import outlast
-from namespaces import Namespace
-from operated import OUTLAST
+from namespaces import OUTLAST, Namespace
 from outlast.job.status import JobStatus
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]

@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from namespaces import Namespace
-from operated import ELASTIC, begun, status, trains, until
+from namespaces import ELASTIC, Namespace, begun, status, trains, until
 from outlast.job import contract
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]

@@ -15,8 +15,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from namespaces import Namespace
-from operated import ELASTIC, begun, live, status, trains, until
+from namespaces import ELASTIC, Namespace, begun, live, status, trains, until
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 

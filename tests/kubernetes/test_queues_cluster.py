@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 
 import namespaces
-from namespaces import Document, Namespace
-from operated import ELASTIC, status
+from namespaces import ELASTIC, Document, Namespace, status
 from outlast.kubernetes.api import kinds
 from outlast.kubernetes.manifests.scheduling import kueue
 

@@ -12,8 +12,7 @@ import os
 
 import pytest
 
-from namespaces import Namespace
-from operated import begun, for_ranks, status, trains, until
+from namespaces import Namespace, begun, for_ranks, status, trains, until
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 KILL_RANKS = for_ranks("kill -9 ${p#/proc/} && echo killed")  # the version before does not show LOCAL_RANK

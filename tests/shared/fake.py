@@ -43,7 +43,7 @@ class FakeBackend:
         self.chaos_schedule: Path | None = None
         self.notices: list[str] = []
 
-    def submit(self, job: spec.Job, *, source: Path, chaos: Path | None = None, fresh: bool = False, **_: object) -> str:
+    def submit(self, job: spec.Job, *, source: Path, chaos: Path | None = None, **_: object) -> str:
         name, workers = job.metadata.name, job.spec.workers
         run = self.runs.get(name)
         if run is not None and run.launcher is not None and run.launcher.is_alive():
@@ -140,14 +140,7 @@ class FakeBackend:
         run.status.state, run.status.reason = State.INTERRUPTED, "killed"
 
     def logs(
-        self,
-        name: str,
-        *,
-        worker: int | None = None,
-        follow: bool = False,
-        tail: int | None = None,
-        since_s: float | None = None,
-        say: Callable[[str], None] = lambda _: None,
+        self, name: str, *, worker: int | None = None, follow: bool = False, tail: int | None = None, **_: object
     ) -> Iterator[LogLine]:
         run = self._run(name)
         seen = 0 if tail is None else max(0, len(run.lines) - tail)
@@ -180,7 +173,7 @@ class FakeBackend:
     def job_file(self, name: str) -> str:
         return (self.output(name) / contract.JOB_FILE).read_text()
 
-    def evaluate(self, name: str, args: Sequence[str], *, show: Callable[[LogLine], None] = lambda _: None) -> int:
+    def evaluate(self, name: str, args: Sequence[str], **_: object) -> int:
         self.evaluated.append((self._run(name).status.name, [*args]))
         return 3
 
