@@ -72,7 +72,8 @@ def told(cluster: Cluster) -> list[tuple[str, str, str]]:
     return [(each["type"], each["reason"], each["message"]) for each in cluster.list_(kinds.EVENT)]
 
 
-def test_a_plan_is_done_in_its_order(api: ApiServer, cluster: Cluster, job: Document) -> None:
+def test_a_plan_is_done_in_its_order(api: ApiServer, cluster: Cluster) -> None:
+    job = a_job(api, state="Restarting", failure={"code": 1})
     old = api.put(a_pod(job, 1))
     plan = Plan(
         prerequisites=(a_service(),),
@@ -88,6 +89,7 @@ def test_a_plan_is_done_in_its_order(api: ApiServer, cluster: Cluster, job: Docu
         *("POST services", "POST configmaps", "PUT elasticjobs/train/status"),
         *("POST events", "DELETE pods/train-worker-1", "POST pods"),
     ]
+    assert cluster.get(kinds.ELASTIC_JOB, "train")["status"] == {"state": "Running"}, "the whole status is replaced"
 
 
 def test_what_one_part_of_a_plan_makes_is_asked_for_at_once_and_no_binding_before_its_role(
@@ -117,12 +119,6 @@ def test_what_one_part_of_a_plan_makes_is_asked_for_at_once_and_no_binding_befor
     for do in later:
         do()
     assert writes(api)[-1] == "POST events"
-
-
-def test_the_status_is_replaced_as_a_whole(api: ApiServer, cluster: Cluster) -> None:
-    job = a_job(api, state="Restarting", failure={"code": 1}, rendezvous={"called": {"generation": 2}})
-    act(cluster, job, Plan(status={"state": "Running", "rendezvous": {}}), NOW)
-    assert cluster.get(kinds.ELASTIC_JOB, "train")["status"] == {"state": "Running", "rendezvous": {}}
 
 
 def test_a_stale_look_overwrites_nothing_and_does_nothing_more(api: ApiServer, cluster: Cluster) -> None:
@@ -290,13 +286,12 @@ def test_a_quota_that_is_used_up_hinders_the_pods_only_if_what_they_need_is_not_
     assert ("status" in cluster.get(kinds.ELASTIC_JOB, "train"), len(cluster.list_(kinds.POD))) == (there, there)
 
 
-@pytest.mark.parametrize("given", [{}, {Label.JOB: "other"}], ids=["none", "of another job"])
 def test_a_pod_of_the_job_without_its_label_gets_the_label_by_which_it_is_watched(
-    given: dict[str, str], api: ApiServer, cluster: Cluster, job: Document
+    api: ApiServer, cluster: Cluster, job: Document
 ) -> None:
     pod = a_pod(job, 0)
     labels = pod["metadata"]["labels"]
-    old = api.put({**pod, "metadata": {**pod["metadata"], "labels": {"job-name": "train", **given}}})
+    old = api.put({**pod, "metadata": {**pod["metadata"], "labels": {"job-name": "train"}}})
     assert act(cluster, job, Plan(creates=(pod,)), NOW) == Outcome(None)
     there = cluster.get(kinds.POD, "train-worker-0")["metadata"]
     assert (there["uid"], there["labels"]) == (old["metadata"]["uid"], {"job-name": "train", **labels})

@@ -104,29 +104,6 @@ def test_one_side_of_a_partition_trains_on_and_only_one(sides: tuple[set[int], s
     assert {*steps} == set(range(1, max(steps) + 1))
 
 
-def test_one_way_loss_costs_one_worker():
-    cluster = a_job()
-    cluster.lies = {2: {0, 1}}  # it gets nothing; the others hear it
-    cluster.run(8)
-    assert world(cluster)[1] == [0, 1]
-    assert cluster.status["interruptions"] == 1
-
-
-def test_reports_from_an_older_world_harm_nobody():
-    cluster = a_job()
-    agent = cluster.agent_of(0)
-    assert agent is not None
-    cluster.fail(1)
-    cluster.until(lambda c: world(c)[0] == 2 and trains(3)(c), 10)
-    agent.generation, agent.reported = 1, ""
-    cluster.lies = {0: {1, 2}}
-    cluster.run(1)
-    agent.generation = 2
-    cluster.lies = {}
-    cluster.run(5)
-    assert world(cluster) == (2, [0, 1, 2])
-
-
 def test_an_operator_that_starts_in_the_middle_goes_on_as_the_one_before():
     cluster = a_job()
     where = node(cluster, 2)

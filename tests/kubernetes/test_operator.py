@@ -105,24 +105,21 @@ def test_what_came_and_went_before_its_answer_does_not_come_back(known: Known) -
     assert known.pods() == []
 
 
-def test_a_late_answer_does_not_hide_what_the_watch_said_since(known: Known) -> None:
-    known.cache.put(ELASTIC_JOB, a_document(ELASTIC_JOB, "train", 105, status={"n": 2}))
-    known.cache.add_written(ELASTIC_JOB, a_document(ELASTIC_JOB, "train", 104, status={"n": 1}))
-    assert known.status() == {"n": 2}
-
-
-def test_an_old_event_does_not_undo_our_write(known: Known) -> None:
-    known.cache.add_written(ELASTIC_JOB, a_document(ELASTIC_JOB, "train", 110, status={"n": 1}))
-    known.cache.put(ELASTIC_JOB, a_document(ELASTIC_JOB, "train", 105, status={"n": 0}, spec={"min": 3}))
-    assert (known.status(), known.told) == ({"n": 1}, [])
-    known.cache.put(ELASTIC_JOB, a_document(ELASTIC_JOB, "train", 110, status={"n": 1}))
-    assert (known.status(), known.told) == ({"n": 1}, [])
-
-
-def test_what_others_write_after_us_is_news(known: Known) -> None:
-    known.cache.add_written(ELASTIC_JOB, a_document(ELASTIC_JOB, "train", 110, status={"n": 1}))
-    known.cache.put(ELASTIC_JOB, a_document(ELASTIC_JOB, "train", 111, status={"n": 1}, spec={"min": 3}))
-    assert (known.status(), known.told) == ({"n": 1}, [("train", "now")])
+@pytest.mark.parametrize(
+    ("changes", "status", "told"),
+    [
+        ([("heard", 105), ("written", 104)], 105, ["now"]),  # a late answer does not hide what the watch said since
+        ([("written", 110), ("heard", 105), ("heard", 110)], 110, []),  # an old event does not undo our write
+        ([("written", 110), ("heard", 111)], 111, ["now"]),  # what others write after us is news
+    ],
+)
+def test_the_newest_version_counts_whoever_brings_it(
+    known: Known, changes: list[tuple[str, int]], status: int, told: list[str]
+) -> None:
+    for how, version in changes:
+        bring = known.cache.put if how == "heard" else known.cache.add_written
+        bring(ELASTIC_JOB, a_document(ELASTIC_JOB, "train", version, status={"n": version}))
+    assert (known.status(), known.told) == ({"n": status}, [("train", urgency) for urgency in told])
 
 
 def test_what_we_deleted_is_gone_before_the_watch_says_so(known: Known) -> None:
@@ -618,18 +615,8 @@ def test_each_job_gets_exactly_its_pods_each_asked_for_once_and_then_nothing_is_
     assert len(world.writes()) == before
 
 
-def test_watches_that_are_cut_and_forgotten_miss_nothing(world: World) -> None:
-    world.apply("a")
-    world.start()
-    world.settled(["a"])
-    with world.api.lock:
-        world.api.cut(forget=True)
-        world.apply("b")
-        world.api.remove("pods", "a-worker-0")
-    world.settled(["a", "b"])
-
-
-def test_an_api_server_that_is_away_is_waited_for(world: World) -> None:
+@pytest.mark.parametrize("forget", [False, True])
+def test_an_api_server_that_is_away_is_waited_for_and_nothing_is_missed(world: World, forget: bool) -> None:
     world.apply("a")
     operator = world.start()
     world.settled(["a"])
@@ -638,9 +625,10 @@ def test_an_api_server_that_is_away_is_waited_for(world: World) -> None:
     world.api.until(lambda: not connected(operator))
     world.apply("b")
     world.api.remove("pods", "a-worker-1")
+    world.api.cut(forget=forget)
     world.api.well = True
     world.settled(["a", "b"])
-    assert connected(operator)
+    world.api.until(lambda: connected(operator))
 
 
 @pytest.mark.parametrize("broken", range(6))
@@ -807,6 +795,10 @@ def test_a_definition_that_is_not_there_yet_is_waited_for_and_said(world: World,
         world.api.unserved = ("kueue.x-k8s.io",)
         world.apply("a")
         world.settled(["a"])
+    assert get(operator, "/healthz") == get(operator, "/readyz") == (200, "acting\n")
+    text = get(operator, "/metrics")[1]
+    assert 'outlast_jobs{state="Running"} 1.0\n' in text
+    assert 'outlast_operator_writes_total{kind="Pod",verb="create"} 2.0\n' in text
 
 
 def test_what_fails_for_one_job_does_not_stop_the_others(world: World, caplog: pytest.LogCaptureFixture) -> None:
@@ -913,18 +905,6 @@ def test_a_job_whose_pod_is_refused_is_looked_at_when_it_is_due(world: World) ->
     world.apply("a")
     world.api.until(lambda: len(times) >= 4)
     assert times[3] - times[0] < 10
-
-
-def test_what_is_told_on_its_port(world: World) -> None:
-    operator = world.start()
-    world.apply("a")
-    world.settled(["a"])
-    assert get(operator, "/healthz") == (200, "acting\n")
-    assert get(operator, "/readyz") == (200, "acting\n")
-    code, text = get(operator, "/metrics")
-    assert code == 200
-    assert 'outlast_jobs{state="Running"} 1.0\n' in text
-    assert 'outlast_operator_writes_total{kind="Pod",verb="create"} 2.0\n' in text
 
 
 def get(operator: Operator, path: str) -> tuple[int, str]:
