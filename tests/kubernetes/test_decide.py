@@ -57,31 +57,23 @@ def repeated(cluster: Cluster) -> int:
     return sum(count - 1 for count in counts.values())
 
 
-def test_a_job_trains_to_its_end_and_is_then_left_alone() -> None:
-    cluster = succeeded(2, steps=30)
+def test_a_job_trains_to_its_end_and_is_then_left_alone_although_its_workers_end_one_after_another() -> None:
+    cluster = succeeded(3, steps=30)
     assert [step for _, step in cluster.done_steps] == list(range(1, 31))
-    cluster.run(120)
-    before = len(cluster.writes)
-    cluster.run(300)
-    assert cluster.writes[before:] == []
-    assert {pod["status"]["phase"] for pod in cluster.pods} == {"Succeeded"}
-    assert cluster.made == {"train-worker-0": 1, "train-worker-1": 1}
-    assert cluster.status["reason"] == "workers 0 and 1 are done"
-    assert (cluster.status["progress"], cluster.status["restarts"], cluster.status["workersText"]) == ("100 %", 0, "0/1-4")
-    cluster.change()
-    cluster.run(3)
-    assert cluster.status["observedGeneration"] == 2
-
-
-def test_workers_that_end_one_after_another_when_the_job_is_over_are_no_news() -> None:
-    cluster = succeeded(3, steps=20)
     assert (cluster.status["replicas"], len(cluster.alive())) == (0, 3)
     cluster.look()
     before = len(cluster.writes)
     for each in cluster.alive():
         cluster.end(each, 0)
         cluster.look()
+    cluster.run(300)
     assert cluster.writes[before:] == []
+    assert cluster.made == {"train-worker-0": 1, "train-worker-1": 1, "train-worker-2": 1}
+    assert cluster.status["reason"] == "workers 0, 1 and 2 are done"
+    assert (cluster.status["progress"], cluster.status["restarts"], cluster.status["workersText"]) == ("100 %", 0, "0/1-4")
+    cluster.change()
+    cluster.run(3)
+    assert cluster.status["observedGeneration"] == 2
 
 
 @pytest.mark.parametrize(

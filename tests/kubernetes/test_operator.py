@@ -16,7 +16,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from http.server import BaseHTTPRequestHandler
 from typing import Any, cast
 
@@ -90,21 +90,6 @@ def known() -> Known:
     return Known()
 
 
-def test_what_we_created_is_known_before_the_watch_brings_it_and_is_no_news_then(known: Known) -> None:
-    known.cache.add_written(POD, pod := a_document(POD, "train-worker-0", 101))
-    assert known.pods() == ["uid-train-worker-0"]
-    known.cache.put(POD, pod)
-    assert (known.pods(), known.told) == (["uid-train-worker-0"], [])
-
-
-def test_what_came_and_went_before_its_answer_does_not_come_back(known: Known) -> None:
-    pod = a_document(POD, "train-worker-0", 101)
-    known.cache.put(POD, pod)
-    known.cache.remove(POD, a_document(POD, "train-worker-0", 103))
-    known.cache.add_written(POD, pod)
-    assert known.pods() == []
-
-
 @pytest.mark.parametrize(
     ("changes", "status", "told"),
     [
@@ -122,32 +107,52 @@ def test_the_newest_version_counts_whoever_brings_it(
     assert (known.status(), known.told) == ({"n": status}, [("train", urgency) for urgency in told])
 
 
-def test_what_we_deleted_is_gone_before_the_watch_says_so(known: Known) -> None:
-    known.cache.put(POD, a_document(POD, "train-worker-0", 101))
-    known.cache.mark_deleted(POD, "default", "train-worker-0", "uid-train-worker-0")
-    assert known.pods() == []
-    known.cache.put(POD, a_document(POD, "train-worker-0", 102, status={"phase": "Running"}))
-    assert known.pods() == []
-    known.told.clear()
-    known.cache.remove(POD, a_document(POD, "train-worker-0", 103))
-    assert (known.pods(), known.told) == ([], [])
+Step = tuple[str, int, str, list[str], list[str]]
+"""What happens to a pod, its version and uid; which pods are known then, and what the job is told."""
+STORIES: dict[str, list[Step]] = {
+    "what we created is known before the watch brings it, and is no news then": [
+        ("written", 101, "a", ["a"], []),
+        ("heard", 101, "a", ["a"], []),
+    ],
+    "what came and went before its answer does not come back": [
+        ("heard", 101, "a", ["a"], ["now"]),
+        ("gone", 103, "a", [], ["now"]),
+        ("written", 101, "a", [], []),
+    ],
+    "what we deleted is gone before the watch says so": [
+        ("heard", 101, "a", ["a"], ["now"]),
+        ("deleted", 101, "a", [], []),
+        ("heard", 102, "a", [], []),
+        ("gone", 103, "a", [], []),
+    ],
+    "the successor of what we deleted is there": [
+        ("heard", 101, "a", ["a"], ["now"]),
+        ("deleted", 101, "a", [], []),
+        ("written", 104, "b", ["b"], []),
+        ("gone", 103, "a", ["b"], []),
+        ("heard", 104, "b", ["b"], []),
+    ],
+    "a creation that the watch does not show is forgotten when the watch is past it": [
+        ("written", 104, "a", ["a"], []),
+        ("past", 104, "", [], []),
+    ],
+}
 
 
-def test_the_successor_of_what_we_deleted_is_there(known: Known) -> None:
-    known.cache.put(POD, a_document(POD, "train-worker-0", 101, uid="a"))
-    known.cache.mark_deleted(POD, "default", "train-worker-0", "a")
-    known.cache.add_written(POD, a_document(POD, "train-worker-0", 104, uid="b"))
-    assert known.pods() == ["b"]
-    known.cache.remove(POD, a_document(POD, "train-worker-0", 103, uid="a"))
-    assert known.pods() == ["b"]
-    known.cache.put(POD, a_document(POD, "train-worker-0", 104, uid="b"))
-    assert known.pods() == ["b"]
-
-
-def test_a_creation_that_the_watch_does_not_show_is_forgotten_when_the_watch_is_past_it(known: Known) -> None:
-    known.cache.add_written(POD, a_document(POD, "train-worker-0", 104))
-    known.cache.set_version(POD, "104", NOW)
-    assert known.pods() == []
+@pytest.mark.parametrize("story", STORIES)
+def test_pods_are_known_by_our_writes_and_by_the_watch(known: Known, story: str) -> None:
+    cache, name = known.cache, "train-worker-0"
+    happens: dict[str, Callable[[Document], object]] = {
+        "written": lambda pod: cache.add_written(POD, pod),
+        "heard": lambda pod: cache.put(POD, pod),
+        "gone": lambda pod: cache.remove(POD, pod),
+        "deleted": lambda pod: cache.mark_deleted(POD, "default", name, pod["metadata"]["uid"]),
+        "past": lambda pod: cache.set_version(POD, pod["metadata"]["resourceVersion"], NOW),
+    }
+    for what, version, uid, pods, told in STORIES[story]:
+        happens[what](a_document(POD, name, version, uid=uid, status={"n": version}))
+        assert (known.pods(), known.told) == (pods, [("train", urgency) for urgency in told]), what
+        known.told.clear()
 
 
 def test_a_list_that_comes_in_no_order_does_not_say_how_far_it_is(known: Known) -> None:
