@@ -17,18 +17,11 @@ from outlast.kubernetes.api import kinds, pod_status
 from outlast.kubernetes.operator import prometheus
 from outlast.kubernetes.operator.observed_job import Limits
 from outlast.kubernetes.operator.plan import Plan
-from simulated import BEGAN, EVERY, PROGRESS_S, Cluster, Killed, trains
+from simulated import BEGAN, EVERY, PROGRESS_S, Cluster, Killed, training, trains
 
 
 def a_cluster(replicas: int = 2, *, low: int = 1, high: int = 4, **fields: Any) -> Cluster:
     return Cluster({"replicas": replicas, "min": low, "max": high}, **fields)
-
-
-def training(replicas: int = 2, **fields: Any) -> Cluster:
-    cluster = a_cluster(replicas, **fields)
-    cluster.until(trains(replicas))
-    cluster.run(10)
-    return cluster
 
 
 def succeeded(replicas: int, **fields: Any) -> Cluster:

@@ -3,23 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 
 import simulated
 from outlast.kubernetes.operator import elasticjob_status
-from simulated import Cluster, trains
+from simulated import Cluster, training, trains
 
 MANY = 12
 HELD_S = 300
-
-
-def training(replicas: int, *, low: int = 1, **fields: Any) -> Cluster:
-    cluster = Cluster({"replicas": replicas, "min": low, "max": 24}, steps=10_000, **fields)
-    cluster.until(trains(replicas))
-    cluster.run(15)
-    return cluster
 
 
 def deleted(cluster: Cluster, before: int) -> list[str]:
@@ -28,7 +20,7 @@ def deleted(cluster: Cluster, before: int) -> list[str]:
 
 @pytest.mark.parametrize("workers", [1, 2, 5])
 def test_when_no_agent_is_heard_though_nodes_are_well_the_path_is_blamed_and_training_goes_on(workers: int) -> None:
-    cluster = training(workers)
+    cluster = training(workers, high=24, steps=10_000)
     before, step, generation = len(cluster.writes), cluster.step, cluster.status["generation"]
     cluster.reached = False
     notes = []
@@ -51,7 +43,7 @@ def test_when_no_agent_is_heard_though_nodes_are_well_the_path_is_blamed_and_tra
 
 @pytest.mark.parametrize("back", [3, 4])
 def test_workers_that_are_heard_again_one_after_another_cost_the_others_nothing(back: int) -> None:
-    cluster = training(5)
+    cluster = training(5, high=5, steps=10_000)
     before, generation = len(cluster.writes), cluster.status["generation"]
     cluster.reached = False
     cluster.run(60)
@@ -70,7 +62,7 @@ def test_workers_that_are_heard_again_one_after_another_cost_the_others_nothing(
 
 
 def test_a_world_that_stays_silent_is_made_anew_and_counts_once() -> None:
-    cluster = training(4)
+    cluster = training(4, steps=10_000)
     before = len(cluster.writes)
     cluster.reached = False
     cluster.run(HELD_S + 60)
@@ -84,7 +76,7 @@ def test_a_world_that_stays_silent_is_made_anew_and_counts_once() -> None:
 def test_workers_that_fall_silent_together_are_one_failure_also_where_all_are_and_their_kubelets_end_them(
     workers: int, silent: int
 ) -> None:
-    cluster = training(workers)
+    cluster = training(workers, high=24, steps=10_000)
     generation, began = cluster.status["generation"], cluster.now
     for agent in list(cluster.agents.values())[:silent]:
         agent.frozen = True
@@ -103,7 +95,7 @@ def planned(cluster: Cluster) -> None:
 def test_twelve_pods_of_a_world_that_end_together_are_one_failure_whatever_was_planned(
     meanwhile: Callable[[Cluster], object],
 ) -> None:
-    cluster = training(MANY)
+    cluster = training(MANY, high=24, steps=10_000)
     generation = cluster.status["generation"]
     meanwhile(cluster)
     for index in range(MANY):
@@ -133,7 +125,7 @@ def test_twelve_pods_that_fail_before_there_is_a_world_are_one_failure_and_count
 @pytest.mark.parametrize("step", [-3600, 3600])
 def test_a_clock_that_is_set_while_training_saves_takes_nothing_from_its_time(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(simulated, "SAVE_S", 20.0)
-    cluster = training(2)
+    cluster = training(2, steps=10_000)
     cluster.change(replicas=3)
     cluster.until(lambda c: c.status["state"] == "Resizing")
     cluster.run(5)

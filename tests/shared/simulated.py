@@ -685,4 +685,12 @@ def trains(workers: int) -> Any:
     return so
 
 
+def training(replicas: int = 2, *, low: int = 1, high: int = 4, **fields: Any) -> Cluster:
+    """Return a cluster whose job has trained with so many workers for some seconds."""
+    cluster = Cluster({"replicas": replicas, "min": low, "max": high}, **fields)
+    cluster.until(trains(replicas))
+    cluster.run(10)
+    return cluster
+
+
 assert kind_of({"apiVersion": "v1", "kind": "Pod"}) is kinds.POD
