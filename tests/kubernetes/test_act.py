@@ -18,7 +18,7 @@ from outlast.kubernetes.api import Cluster, kinds
 from outlast.kubernetes.operator import apply
 from outlast.kubernetes.operator.apply import RETRY_S, Outcome
 from outlast.kubernetes.operator.plan import Deletion, Event, Plan
-from outlast.kubernetes.operator.writer import Parallel
+from outlast.kubernetes.operator.writer import IN_FLIGHT, Background, Parallel
 
 NOW = 1_767_225_600.0
 Document = dict[str, Any]
@@ -316,3 +316,58 @@ def test_what_is_said_again_is_counted(api: ApiServer, cluster: Cluster, job: Do
     assert events[0]["involvedObject"] == {**involved, "uid": job["metadata"]["uid"]}
     told = [(each["count"], each["firstTimestamp"][11:19], each["lastTimestamp"][11:19]) for each in events]
     assert sorted(told) == [(1, "00:10:00", "00:10:00"), (3, "00:00:00", "00:02:00")]
+
+
+# Writes that need not wait for each other
+
+
+def test_things_are_done_at_once_and_what_comes_of_them_is_in_their_order() -> None:
+    meeting = threading.Barrier(IN_FLIGHT, timeout=60)
+
+    def meet(number: int) -> int:
+        meeting.wait()  # nobody passes before all are here
+        return -number
+
+    assert Parallel(IN_FLIGHT)(meet, range(2 * IN_FLIGHT)) == [-number for number in range(2 * IN_FLIGHT)]
+    assert Parallel(1)(lambda number: -number, []) == []
+
+
+def test_a_failure_is_raised_when_nothing_is_under_way_and_ends_what_has_not_begun() -> None:
+    ended: list[int] = []
+    others = threading.Event()
+
+    def fail(number: int) -> None:
+        if number == 0:
+            others.set()
+            raise ValueError("no quota")
+        assert others.wait(60)
+        ended.append(number)
+
+    with pytest.raises(ValueError, match="no quota"):
+        Parallel(2)(fail, range(2 * IN_FLIGHT))
+    assert sorted(ended) == list(range(1, IN_FLIGHT))
+
+
+def test_what_nobody_waits_for_is_done_in_its_order_and_too_much_of_it_is_left_out(caplog: pytest.LogCaptureFixture) -> None:
+    background, done = Background(2), list[str]()
+    begun, go_on = threading.Event(), threading.Event()
+
+    def first() -> None:
+        begun.set()
+        assert go_on.wait(60)
+        raise ValueError("a bug")
+
+    with caplog.at_level(logging.WARNING):
+        background(first)
+        assert begun.wait(60)
+        for word in ("second", "third", "fourth"):
+            background(lambda word=word: done.append(word))  # type: ignore[misc]
+        background.finish(0.0)
+        assert done == []
+        go_on.set()
+        background.finish(10.0)
+    assert done == ["second", "third"]
+    assert [record.getMessage() for record in caplog.records] == [
+        "an Event is dropped: 2 are pending",
+        "an Event could not be written",
+    ]
