@@ -302,13 +302,11 @@ def test_pods_go_where_their_flavor_and_admission_checks_say() -> None:
 
 def test_a_flavor_that_is_not_there_is_waited_for() -> None:
     cluster = a_cluster(2)
-    kueue_of(cluster).flavor["metadata"]["name"] = "other"
-    sight = kueue_of(cluster).sight
-    kueue_of(cluster).sight = lambda: type(sight())(sight().kind, sight().workloads, {}, ())  # type: ignore[method-assign]
+    spot = kueue_of(cluster).flavors.pop("spot")
     cluster.run(5)
     assert cluster.pods == []
     assert cluster.status["reason"] == "the queue research has assigned the ResourceFlavor spot, which does not exist"
-    kueue_of(cluster).sight = sight  # type: ignore[method-assign]
+    kueue_of(cluster).flavors["spot"] = spot
     cluster.until(trains(2))
 
 

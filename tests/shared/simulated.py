@@ -598,7 +598,7 @@ class Kueue:
     def __init__(self, cluster: Cluster, quota: int, *, partly: bool = True) -> None:
         self.cluster, self.quota, self.partly = cluster, quota, partly
         tolerated = [{"key": "spot", "operator": "Exists"}]
-        self.flavor: Document = {"metadata": {"name": "spot"}, "spec": {"nodeLabels": {"pool": "spot"}, "tolerations": tolerated}}
+        self.flavors: dict[str, Document] = {"spot": {"spec": {"nodeLabels": {"pool": "spot"}, "tolerations": tolerated}}}
         self.classes: list[Document] = []
         self.held = False
         """True while nothing is admitted."""
@@ -607,7 +607,7 @@ class Kueue:
 
     def sight(self) -> KueueObjects:
         workloads = copy.deepcopy(self.cluster.all("Workload"))
-        return KueueObjects(kinds.WORKLOAD_V1BETA2, workloads, {"spot": self.flavor}, self.classes)
+        return KueueObjects(kinds.WORKLOAD_V1BETA2, workloads, dict(self.flavors), self.classes)
 
     def shares(self) -> list[WorkloadSlice]:
         return [WorkloadSlice(each) for each in self.cluster.all("Workload")]
