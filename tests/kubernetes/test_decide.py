@@ -330,10 +330,7 @@ def taint(cluster: Cluster) -> None:
 
 
 INTERRUPTIONS: dict[str, Callable[[Cluster], object]] = {
-    **{
-        reason: lambda c, reason=reason: c.end(pod(c, 1), 137, disrupted=reason)
-        for reason in ("EvictionByEvictionAPI", "PreemptionByScheduler", "DeletionByTaintManager", "DeletionByPodGC")
-    },
+    "evicted": lambda c: c.end(pod(c, 1), 137, disrupted="EvictionByEvictionAPI"),
     "deleted": lambda c: c.delete(kinds.POD, "train-worker-1", pod(c, 1)["metadata"]["uid"]),
     "its node goes": taint,
 }
