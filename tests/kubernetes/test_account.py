@@ -97,13 +97,6 @@ def test_the_status_keeps_the_submission_and_the_newest_entries_of_the_ledger() 
     assert [entry["t"] for entry in noted] == [0, *range(100 - elasticjob_status.MAX_LEDGER_EVENTS + 1, 100)]
 
 
-def test_a_job_without_a_session_has_no_goodput_anywhere() -> None:
-    cluster = Cluster({"replicas": 2, "min": 1, "max": 2}, steps=30)
-    cluster.until(lambda c: c.status.get("state") == "Succeeded")
-    assert not {"goodput", "goodputText"} & set(cluster.status)
-    assert shown.status(shown.Snapshot("train", cluster.job)).goodput is None
-
-
 def test_a_job_that_an_operator_of_another_version_ran_has_a_beginning_and_an_end() -> None:
     meta = {"name": "train", "creationTimestamp": "2026-01-01T00:00:00Z"}
     told = {"state": "Failed", "reason": "it failed", "completionTime": "2026-01-01T00:01:40Z", "step": 3}

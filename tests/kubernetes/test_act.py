@@ -18,7 +18,7 @@ from outlast.kubernetes.api import Cluster, kinds
 from outlast.kubernetes.operator import apply
 from outlast.kubernetes.operator.apply import RETRY_S, Outcome
 from outlast.kubernetes.operator.plan import Deletion, Event, Plan
-from outlast.kubernetes.operator.writer import Parallel
+from outlast.kubernetes.operator.writer import IN_FLIGHT, Background, Parallel
 
 NOW = 1_767_225_600.0
 Document = dict[str, Any]
@@ -72,7 +72,8 @@ def told(cluster: Cluster) -> list[tuple[str, str, str]]:
     return [(each["type"], each["reason"], each["message"]) for each in cluster.list_(kinds.EVENT)]
 
 
-def test_a_plan_is_done_in_its_order(api: ApiServer, cluster: Cluster, job: Document) -> None:
+def test_a_plan_is_done_in_its_order(api: ApiServer, cluster: Cluster) -> None:
+    job = a_job(api, state="Restarting", failure={"code": 1})
     old = api.put(a_pod(job, 1))
     plan = Plan(
         prerequisites=(a_service(),),
@@ -88,6 +89,7 @@ def test_a_plan_is_done_in_its_order(api: ApiServer, cluster: Cluster, job: Docu
         *("POST services", "POST configmaps", "PUT elasticjobs/train/status"),
         *("POST events", "DELETE pods/train-worker-1", "POST pods"),
     ]
+    assert cluster.get(kinds.ELASTIC_JOB, "train")["status"] == {"state": "Running"}, "the whole status is replaced"
 
 
 def test_what_one_part_of_a_plan_makes_is_asked_for_at_once_and_no_binding_before_its_role(
@@ -117,12 +119,6 @@ def test_what_one_part_of_a_plan_makes_is_asked_for_at_once_and_no_binding_befor
     for do in later:
         do()
     assert writes(api)[-1] == "POST events"
-
-
-def test_the_status_is_replaced_as_a_whole(api: ApiServer, cluster: Cluster) -> None:
-    job = a_job(api, state="Restarting", failure={"code": 1}, rendezvous={"called": {"generation": 2}})
-    act(cluster, job, Plan(status={"state": "Running", "rendezvous": {}}), NOW)
-    assert cluster.get(kinds.ELASTIC_JOB, "train")["status"] == {"state": "Running", "rendezvous": {}}
 
 
 def test_a_stale_look_overwrites_nothing_and_does_nothing_more(api: ApiServer, cluster: Cluster) -> None:
@@ -290,13 +286,12 @@ def test_a_quota_that_is_used_up_hinders_the_pods_only_if_what_they_need_is_not_
     assert ("status" in cluster.get(kinds.ELASTIC_JOB, "train"), len(cluster.list_(kinds.POD))) == (there, there)
 
 
-@pytest.mark.parametrize("given", [{}, {Label.JOB: "other"}], ids=["none", "of another job"])
 def test_a_pod_of_the_job_without_its_label_gets_the_label_by_which_it_is_watched(
-    given: dict[str, str], api: ApiServer, cluster: Cluster, job: Document
+    api: ApiServer, cluster: Cluster, job: Document
 ) -> None:
     pod = a_pod(job, 0)
     labels = pod["metadata"]["labels"]
-    old = api.put({**pod, "metadata": {**pod["metadata"], "labels": {"job-name": "train", **given}}})
+    old = api.put({**pod, "metadata": {**pod["metadata"], "labels": {"job-name": "train"}}})
     assert act(cluster, job, Plan(creates=(pod,)), NOW) == Outcome(None)
     there = cluster.get(kinds.POD, "train-worker-0")["metadata"]
     assert (there["uid"], there["labels"]) == (old["metadata"]["uid"], {"job-name": "train", **labels})
@@ -321,3 +316,58 @@ def test_what_is_said_again_is_counted(api: ApiServer, cluster: Cluster, job: Do
     assert events[0]["involvedObject"] == {**involved, "uid": job["metadata"]["uid"]}
     told = [(each["count"], each["firstTimestamp"][11:19], each["lastTimestamp"][11:19]) for each in events]
     assert sorted(told) == [(1, "00:10:00", "00:10:00"), (3, "00:00:00", "00:02:00")]
+
+
+# Writes that need not wait for each other
+
+
+def test_things_are_done_at_once_and_what_comes_of_them_is_in_their_order() -> None:
+    meeting = threading.Barrier(IN_FLIGHT, timeout=60)
+
+    def meet(number: int) -> int:
+        meeting.wait()  # nobody passes before all are here
+        return -number
+
+    assert Parallel(IN_FLIGHT)(meet, range(2 * IN_FLIGHT)) == [-number for number in range(2 * IN_FLIGHT)]
+    assert Parallel(1)(lambda number: -number, []) == []
+
+
+def test_a_failure_is_raised_when_nothing_is_under_way_and_ends_what_has_not_begun() -> None:
+    ended: list[int] = []
+    others = threading.Event()
+
+    def fail(number: int) -> None:
+        if number == 0:
+            others.set()
+            raise ValueError("no quota")
+        assert others.wait(60)
+        ended.append(number)
+
+    with pytest.raises(ValueError, match="no quota"):
+        Parallel(2)(fail, range(2 * IN_FLIGHT))
+    assert sorted(ended) == list(range(1, IN_FLIGHT))
+
+
+def test_what_nobody_waits_for_is_done_in_its_order_and_too_much_of_it_is_left_out(caplog: pytest.LogCaptureFixture) -> None:
+    background, done = Background(2), list[str]()
+    begun, go_on = threading.Event(), threading.Event()
+
+    def first() -> None:
+        begun.set()
+        assert go_on.wait(60)
+        raise ValueError("a bug")
+
+    with caplog.at_level(logging.WARNING):
+        background(first)
+        assert begun.wait(60)
+        for word in ("second", "third", "fourth"):
+            background(lambda word=word: done.append(word))  # type: ignore[misc]
+        background.finish(0.0)
+        assert done == []
+        go_on.set()
+        background.finish(10.0)
+    assert done == ["second", "third"]
+    assert [record.getMessage() for record in caplog.records] == [
+        "an Event is dropped: 2 are pending",
+        "an Event could not be written",
+    ]

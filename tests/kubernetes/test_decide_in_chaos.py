@@ -2,67 +2,32 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
-
 import pytest
-from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
+from hypothesis.stateful import initialize, invariant, rule
 
+import settling
 from outlast.kubernetes.api import kinds
+from settling import MOST, WORKER, Settling
 from simulated import Cluster, trains
 
-MOST = 4
-WORKER = st.integers(0, MOST - 1)
 
-
-class Chaos(RuleBasedStateMachine):
-    FIELDS: ClassVar[dict[str, Any]] = {}
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.failures = 0
-
+class Chaos(Settling):
     @initialize(replicas=st.integers(1, MOST), mesh=st.booleans())
     def begin(self, replicas: int, mesh: bool) -> None:
-        workers = {"replicas": replicas, "min": 1, "max": MOST}
-        self.cluster = Cluster(workers, steps=600, restarts={"limit": 1000}, **self.FIELDS)
+        self.cluster = Cluster({"replicas": replicas, "min": 1, "max": MOST}, steps=600, restarts={"limit": 1000})
         self.cluster.mesh = mesh
         self.wanted = replicas
-
-    def pod(self, index: int) -> dict[str, Any] | None:
-        return self.cluster.documents.get(("Pod", f"train-worker-{index}"))
-
-    @rule(seconds=st.integers(1, 40))
-    def time_passes(self, seconds: int) -> None:
-        self.cluster.run(seconds)
 
     @rule(seconds=st.integers(1, 20))
     def nobody_decides(self, seconds: int) -> None:
         for _ in range(seconds):
             self.cluster.pass_()
 
-    @rule(writes=st.integers(0, 6), times=st.integers(1, 5))
-    def the_operator_dies(self, writes: int, times: int) -> None:
-        self.cluster.operator_dies(writes, times)
-
-    @rule()
-    def looking_alone_comes_to_an_end(self) -> None:
-        for _ in range(3):  # what is deleted or made is seen once more
-            before = len(self.cluster.writes)
-            self.cluster.look()
-        assert len(self.cluster.writes) == before, self.cluster.writes[before:]
-
     @rule(index=WORKER, code=st.sampled_from([1, 137, 139]))
     def a_process_fails(self, index: int, code: int) -> None:
         self.failures += 1
         self.cluster.fail(index, code=code)
-
-    @rule(index=WORKER, code=st.sampled_from([1, 75, 137, 143]))
-    def a_container_ends(self, index: int, code: int) -> None:
-        if (pod := self.pod(index)) and pod["status"]["phase"] == "Running":
-            self.failures += 1
-            self.cluster.end(pod, code)
 
     @rule(index=WORKER)
     def a_pod_is_evicted(self, index: int) -> None:
@@ -88,15 +53,6 @@ class Chaos(RuleBasedStateMachine):
         if len(well) > 2 and f"node-{node}" in well:
             self.failures += 2
             self.cluster.lose(f"node-{node}")
-
-    @rule(replicas=st.integers(1, MOST))
-    def another_number_is_wanted(self, replicas: int) -> None:
-        self.wanted = replicas
-        self.cluster.change(replicas=replicas)
-
-    @rule(suspend=st.booleans())
-    def it_is_suspended_or_resumed(self, suspend: bool) -> None:
-        self.cluster.change(suspend=suspend)
 
     @rule(seconds=st.integers(1, 60))
     def its_document_cannot_be_read(self, seconds: int) -> None:
@@ -196,8 +152,4 @@ class Chaos(RuleBasedStateMachine):
 
 @pytest.mark.hypothesis
 def test_every_situation_settles() -> None:
-    examples = settings.default.max_examples * 15 // 100
-    run_state_machine_as_test(
-        Chaos,
-        settings=settings(max_examples=examples, stateful_step_count=20, suppress_health_check=list(HealthCheck)),
-    )
+    settling.play(Chaos, share=0.15, steps=20)

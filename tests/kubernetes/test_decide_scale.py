@@ -35,10 +35,10 @@ class Counted(int):
         return int(self) == other
 
 
-Change = Callable[[Any, list[Any], list[Any], Any], object]
+Change = Callable[[Any, list[Any], list[Any], dict[str, Any]], object]
 
 
-def work(workers: int, change: Change, now: float) -> int:
+def work(workers: int, change: Change) -> int:
     """How many calls and comparisons a look takes."""
     job, pods, leases, nodes = documents(workers)
     change(job, pods, leases, nodes)
@@ -52,7 +52,7 @@ def work(workers: int, change: Change, now: float) -> int:
     before = sys.getprofile()
     sys.setprofile(profiled)
     try:
-        seen = observed_job.take_snapshot(CachedJob(job, pods, leases, nodes, NOW - 1000), now)
+        seen = observed_job.take_snapshot(CachedJob(job, pods, leases, nodes, NOW - 1000), NOW)
         decide(counting(seen))
     finally:
         sys.setprofile(before)
@@ -73,69 +73,53 @@ def counting(seen: JobSnapshot) -> JobSnapshot:
     return dataclasses.replace(seen, status=dataclasses.replace(seen.status, world=formed), reports=told, pods=pods)
 
 
-def nothing(*_: object) -> None: ...
+def half(documents: list[Any], **fields: Any) -> None:
+    for document in documents[::2]:
+        document |= fields
 
 
-def half_fail(job: Any, pods: list[Any], leases: list[Any], nodes: Any) -> None:
-    for pod in pods[::2]:
-        state = {"terminated": {"exitCode": 1, "finishedAt": "2026-01-01T00:00:00Z"}}
-        pod["status"] = {"phase": "Failed", "containerStatuses": [{"name": "worker", "state": state}]}
-
-
-def half_silent(job: Any, pods: list[Any], leases: list[Any], nodes: Any) -> None:
+def half_report(leases: list[Any], **fields: Any) -> None:
     for lease in leases[::2]:
-        lease[RECEIVED_AT] = NOW - 100
-
-
-def half_gone(job: Any, pods: list[Any], leases: list[Any], nodes: Any) -> None:
-    del pods[::2]
-
-
-def nodes_lost(job: Any, pods: list[Any], leases: list[Any], nodes: Any) -> None:
-    for node in list(nodes.values())[::2]:
-        node["status"] = {"conditions": [{"type": "Ready", "status": "Unknown"}]}
-        node[RECEIVED_AT] = NOW - 100
-    half_silent(job, pods, leases, nodes)
-
-
-def nodes_leave(job: Any, pods: list[Any], leases: list[Any], nodes: Any) -> None:
-    for node in nodes.values():
-        node["spec"] = {"taints": [{"key": "karpenter.sh/disrupted"}]}
-
-
-def shrinks(job: Any, pods: list[Any], leases: list[Any], nodes: Any) -> None:
-    job["spec"]["workers"]["replicas"] //= 2
-
-
-def suspended(job: Any, pods: list[Any], leases: list[Any], nodes: Any) -> None:
-    job["spec"]["suspend"] = True
-    reported(leases[::2], standing="waiting")
-
-
-def half_done(job: Any, pods: list[Any], leases: list[Any], nodes: Any) -> None:
-    reported(leases[::2], standing="done")
-
-
-def half_report_failures(job: Any, pods: list[Any], leases: list[Any], nodes: Any) -> None:
-    failure = {"rank": 0, "code": 1, "reason": "rank 0 failed", "time": NOW - 9, "echo": True, "step": 7}
-    reported(leases[::2], standing="waiting", failed=True, failure=failure)
-
-
-def reported(leases: list[Any], **fields: Any) -> None:
-    for lease in leases:
         said = lease["metadata"]["annotations"]
         said[Annotation.REPORT] = json.dumps({**json.loads(said[Annotation.REPORT]), **fields})
 
 
-SITUATIONS = (
-    nothing, half_fail, half_silent, half_gone, nodes_lost, nodes_leave, shrinks, suspended, half_done, half_report_failures,
-)  # fmt: skip
+def nodes_lost(job: Any, pods: list[Any], leases: list[Any], nodes: dict[str, Any]) -> None:
+    silent = {RECEIVED_AT: NOW - 100}
+    half([*nodes.values()], status={"conditions": [{"type": "Ready", "status": "Unknown"}]}, **silent)
+    half(leases, **silent)
+
+
+def suspended(job: Any, pods: list[Any], leases: list[Any], nodes: dict[str, Any]) -> None:
+    job["spec"]["suspend"] = True
+    half_report(leases, standing="waiting")
+
+
+ENDED = {"terminated": {"exitCode": 1, "finishedAt": "2026-01-01T00:00:00Z"}}
+FAILED = {"phase": "Failed", "containerStatuses": [{"name": "worker", "state": ENDED}]}
+FAILURE = {"rank": 0, "code": 1, "reason": "rank 0 failed", "time": NOW - 9, "echo": True, "step": 7}
+LEAVES = {"taints": [{"key": "karpenter.sh/disrupted"}]}
+SITUATIONS: dict[str, Change] = {
+    "nothing": lambda job, pods, leases, nodes: None,
+    "half fail": lambda job, pods, leases, nodes: half(pods, status=FAILED),
+    "half are silent": lambda job, pods, leases, nodes: half(leases, **{RECEIVED_AT: NOW - 100}),
+    "half are gone": lambda job, pods, leases, nodes: [pods.pop(index) for index in range(len(pods) // 2)],
+    "nodes are lost": nodes_lost,
+    "nodes leave": lambda job, pods, leases, nodes: [node.update(spec=LEAVES) for node in nodes.values()],
+    "it shrinks": lambda job, pods, leases, nodes: job["spec"]["workers"].update(replicas=len(pods) // 2),
+    "it is suspended": suspended,
+    "half are done": lambda job, pods, leases, nodes: half_report(leases, standing="done"),
+    "half report failures": lambda job, pods, leases, nodes: half_report(
+        leases, standing="waiting", failed=True, failure=FAILURE
+    ),
+}
 
 
 @pytest.mark.parametrize("situation", SITUATIONS)
-def test_a_look_at_four_times_as_many_workers_takes_four_times_the_work(situation: Change) -> None:
-    work(FEW, situation, NOW)  # what is done once a process is done
-    few, many = work(FEW, situation, NOW), work(MANY, situation, NOW)
+def test_a_look_at_four_times_as_many_workers_takes_four_times_the_work(situation: str) -> None:
+    change = SITUATIONS[situation]
+    work(FEW, change)  # what is done once a process is done
+    few, many = work(FEW, change), work(MANY, change)
     assert many < 4.5 * few, (few, many)
 
 

@@ -10,7 +10,7 @@ from outlast.job.contract import LEAVING, Annotation
 from outlast.kubernetes.api import kinds, pod_status
 from outlast.kubernetes.operator import cluster_cache, leaving_nodes
 from outlast.kubernetes.operator.leaving_nodes import Departure
-from simulated import Cluster, trains
+from simulated import Cluster, training, trains
 
 NOW = 1_700_000_000.0
 
@@ -87,13 +87,6 @@ def test_the_operator_reads_a_nodes_deadline_and_nothing_else_of_its_annotations
 # A job
 
 
-def training(**fields: Any) -> Cluster:
-    cluster = Cluster({"replicas": 2, "min": 1, "max": 4}, steps=10_000, **fields)
-    cluster.until(trains(2))
-    cluster.run(15)
-    return cluster
-
-
 def notice(cluster: Cluster, index: int, left_s: float | None, kind: str = "spot") -> str:
     """Taint the node of a worker; returns its name."""
     node: str = cluster.documents["Pod", f"train-worker-{index}"]["spec"]["nodeName"]
@@ -106,7 +99,7 @@ def notice(cluster: Cluster, index: int, left_s: float | None, kind: str = "spot
 
 @pytest.mark.parametrize("left_s", [15, 120, None])
 def test_a_worker_is_gone_before_its_machine_is_and_nothing_is_lost(left_s: float | None) -> None:
-    cluster = training()
+    cluster = training(steps=10_000)
     began, generation = cluster.now, cluster.status["generation"]
     uid = cluster.documents["Pod", "train-worker-1"]["metadata"]["uid"]
     node = notice(cluster, 1, left_s, "spot" if left_s else "rebalance")
@@ -128,9 +121,7 @@ def test_a_worker_is_gone_before_its_machine_is_and_nothing_is_lost(left_s: floa
 
 
 def test_all_workers_of_a_node_leave_it_together() -> None:
-    cluster = Cluster({"replicas": 2, "min": 1, "max": 4}, steps=10_000, nodes=1)
-    cluster.until(trains(2))
-    cluster.run(15)
+    cluster = training(steps=10_000, nodes=1)
     notice(cluster, 0, 60)
     plan = cluster.look()
     assert {(each.name, each.grace_s) for each in plan.deletes} == {("train-worker-0", 57), ("train-worker-1", 57)}
@@ -138,7 +129,7 @@ def test_all_workers_of_a_node_leave_it_together() -> None:
 
 
 def test_a_deadline_that_comes_later_shortens_a_deletion_that_has_begun() -> None:
-    cluster = training()
+    cluster = training(steps=10_000)
     pod = cluster.documents["Pod", "train-worker-1"]
     pod["metadata"] |= {"deletionTimestamp": pod_status.rfc3339(cluster.now + 105), "deletionGracePeriodSeconds": 105}
     cluster.look()
@@ -164,7 +155,7 @@ def test_a_recommendation_that_is_withdrawn_in_time_costs_nothing() -> None:
 
 
 def test_a_pod_can_carry_the_deadline_where_nobody_may_write_to_nodes() -> None:
-    cluster = training()
+    cluster = training(steps=10_000)
     pod = cluster.documents["Pod", "train-worker-0"]
     pod["metadata"]["annotations"][Annotation.LEAVING_AT] = pod_status.rfc3339(cluster.now + 40)
     [deletion] = cluster.look().deletes

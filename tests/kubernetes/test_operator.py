@@ -16,7 +16,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from http.server import BaseHTTPRequestHandler
 from typing import Any, cast
 
@@ -90,67 +90,69 @@ def known() -> Known:
     return Known()
 
 
-def test_what_we_created_is_known_before_the_watch_brings_it_and_is_no_news_then(known: Known) -> None:
-    known.cache.add_written(POD, pod := a_document(POD, "train-worker-0", 101))
-    assert known.pods() == ["uid-train-worker-0"]
-    known.cache.put(POD, pod)
-    assert (known.pods(), known.told) == (["uid-train-worker-0"], [])
+@pytest.mark.parametrize(
+    ("changes", "status", "told"),
+    [
+        ([("heard", 105), ("written", 104)], 105, ["now"]),  # a late answer does not hide what the watch said since
+        ([("written", 110), ("heard", 105), ("heard", 110)], 110, []),  # an old event does not undo our write
+        ([("written", 110), ("heard", 111)], 111, ["now"]),  # what others write after us is news
+    ],
+)
+def test_the_newest_version_counts_whoever_brings_it(
+    known: Known, changes: list[tuple[str, int]], status: int, told: list[str]
+) -> None:
+    for how, version in changes:
+        bring = known.cache.put if how == "heard" else known.cache.add_written
+        bring(ELASTIC_JOB, a_document(ELASTIC_JOB, "train", version, status={"n": version}))
+    assert (known.status(), known.told) == ({"n": status}, [("train", urgency) for urgency in told])
 
 
-def test_what_came_and_went_before_its_answer_does_not_come_back(known: Known) -> None:
-    pod = a_document(POD, "train-worker-0", 101)
-    known.cache.put(POD, pod)
-    known.cache.remove(POD, a_document(POD, "train-worker-0", 103))
-    known.cache.add_written(POD, pod)
-    assert known.pods() == []
+Step = tuple[str, int, str, list[str], list[str]]
+"""What happens to a pod, its version and uid; which pods are known then, and what the job is told."""
+STORIES: dict[str, list[Step]] = {
+    "what we created is known before the watch brings it, and is no news then": [
+        ("written", 101, "a", ["a"], []),
+        ("heard", 101, "a", ["a"], []),
+    ],
+    "what came and went before its answer does not come back": [
+        ("heard", 101, "a", ["a"], ["now"]),
+        ("gone", 103, "a", [], ["now"]),
+        ("written", 101, "a", [], []),
+    ],
+    "what we deleted is gone before the watch says so": [
+        ("heard", 101, "a", ["a"], ["now"]),
+        ("deleted", 101, "a", [], []),
+        ("heard", 102, "a", [], []),
+        ("gone", 103, "a", [], []),
+    ],
+    "the successor of what we deleted is there": [
+        ("heard", 101, "a", ["a"], ["now"]),
+        ("deleted", 101, "a", [], []),
+        ("written", 104, "b", ["b"], []),
+        ("gone", 103, "a", ["b"], []),
+        ("heard", 104, "b", ["b"], []),
+    ],
+    "a creation that the watch does not show is forgotten when the watch is past it": [
+        ("written", 104, "a", ["a"], []),
+        ("past", 104, "", [], []),
+    ],
+}
 
 
-def test_a_late_answer_does_not_hide_what_the_watch_said_since(known: Known) -> None:
-    known.cache.put(ELASTIC_JOB, a_document(ELASTIC_JOB, "train", 105, status={"n": 2}))
-    known.cache.add_written(ELASTIC_JOB, a_document(ELASTIC_JOB, "train", 104, status={"n": 1}))
-    assert known.status() == {"n": 2}
-
-
-def test_an_old_event_does_not_undo_our_write(known: Known) -> None:
-    known.cache.add_written(ELASTIC_JOB, a_document(ELASTIC_JOB, "train", 110, status={"n": 1}))
-    known.cache.put(ELASTIC_JOB, a_document(ELASTIC_JOB, "train", 105, status={"n": 0}, spec={"min": 3}))
-    assert (known.status(), known.told) == ({"n": 1}, [])
-    known.cache.put(ELASTIC_JOB, a_document(ELASTIC_JOB, "train", 110, status={"n": 1}))
-    assert (known.status(), known.told) == ({"n": 1}, [])
-
-
-def test_what_others_write_after_us_is_news(known: Known) -> None:
-    known.cache.add_written(ELASTIC_JOB, a_document(ELASTIC_JOB, "train", 110, status={"n": 1}))
-    known.cache.put(ELASTIC_JOB, a_document(ELASTIC_JOB, "train", 111, status={"n": 1}, spec={"min": 3}))
-    assert (known.status(), known.told) == ({"n": 1}, [("train", "now")])
-
-
-def test_what_we_deleted_is_gone_before_the_watch_says_so(known: Known) -> None:
-    known.cache.put(POD, a_document(POD, "train-worker-0", 101))
-    known.cache.mark_deleted(POD, "default", "train-worker-0", "uid-train-worker-0")
-    assert known.pods() == []
-    known.cache.put(POD, a_document(POD, "train-worker-0", 102, status={"phase": "Running"}))
-    assert known.pods() == []
-    known.told.clear()
-    known.cache.remove(POD, a_document(POD, "train-worker-0", 103))
-    assert (known.pods(), known.told) == ([], [])
-
-
-def test_the_successor_of_what_we_deleted_is_there(known: Known) -> None:
-    known.cache.put(POD, a_document(POD, "train-worker-0", 101, uid="a"))
-    known.cache.mark_deleted(POD, "default", "train-worker-0", "a")
-    known.cache.add_written(POD, a_document(POD, "train-worker-0", 104, uid="b"))
-    assert known.pods() == ["b"]
-    known.cache.remove(POD, a_document(POD, "train-worker-0", 103, uid="a"))
-    assert known.pods() == ["b"]
-    known.cache.put(POD, a_document(POD, "train-worker-0", 104, uid="b"))
-    assert known.pods() == ["b"]
-
-
-def test_a_creation_that_the_watch_does_not_show_is_forgotten_when_the_watch_is_past_it(known: Known) -> None:
-    known.cache.add_written(POD, a_document(POD, "train-worker-0", 104))
-    known.cache.set_version(POD, "104", NOW)
-    assert known.pods() == []
+@pytest.mark.parametrize("story", STORIES)
+def test_pods_are_known_by_our_writes_and_by_the_watch(known: Known, story: str) -> None:
+    cache, name = known.cache, "train-worker-0"
+    happens: dict[str, Callable[[Document], object]] = {
+        "written": lambda pod: cache.add_written(POD, pod),
+        "heard": lambda pod: cache.put(POD, pod),
+        "gone": lambda pod: cache.remove(POD, pod),
+        "deleted": lambda pod: cache.mark_deleted(POD, "default", name, pod["metadata"]["uid"]),
+        "past": lambda pod: cache.set_version(POD, pod["metadata"]["resourceVersion"], NOW),
+    }
+    for what, version, uid, pods, told in STORIES[story]:
+        happens[what](a_document(POD, name, version, uid=uid, status={"n": version}))
+        assert (known.pods(), known.told) == (pods, [("train", urgency) for urgency in told]), what
+        known.told.clear()
 
 
 def test_a_list_that_comes_in_no_order_does_not_say_how_far_it_is(known: Known) -> None:
@@ -618,18 +620,8 @@ def test_each_job_gets_exactly_its_pods_each_asked_for_once_and_then_nothing_is_
     assert len(world.writes()) == before
 
 
-def test_watches_that_are_cut_and_forgotten_miss_nothing(world: World) -> None:
-    world.apply("a")
-    world.start()
-    world.settled(["a"])
-    with world.api.lock:
-        world.api.cut(forget=True)
-        world.apply("b")
-        world.api.remove("pods", "a-worker-0")
-    world.settled(["a", "b"])
-
-
-def test_an_api_server_that_is_away_is_waited_for(world: World) -> None:
+@pytest.mark.parametrize("forget", [False, True])
+def test_an_api_server_that_is_away_is_waited_for_and_nothing_is_missed(world: World, forget: bool) -> None:
     world.apply("a")
     operator = world.start()
     world.settled(["a"])
@@ -638,9 +630,10 @@ def test_an_api_server_that_is_away_is_waited_for(world: World) -> None:
     world.api.until(lambda: not connected(operator))
     world.apply("b")
     world.api.remove("pods", "a-worker-1")
+    world.api.cut(forget=forget)
     world.api.well = True
     world.settled(["a", "b"])
-    assert connected(operator)
+    world.api.until(lambda: connected(operator))
 
 
 @pytest.mark.parametrize("broken", range(6))
@@ -690,6 +683,7 @@ def test_operators_that_are_stopped_anywhere_and_started_again_make_no_second_po
 
 
 def test_a_kueue_that_was_installed_a_moment_ago_is_found_by_the_first_job_that_names_a_queue(world: World) -> None:
+    world.api.unserved = ("kueue.x-k8s.io", "elastic.pytorch.org")  # nobody waits for the archived kind
     world.start(reconcilers=main.reconcilers(Limits()))  # looks around once a minute
     world.api.until(lambda: any("scheduling.x-k8s.io" in asked for asked in world.api.asked))
     world.api.unserved = ()
@@ -744,15 +738,11 @@ def the_lease(world: World) -> Document:
     return world.api.documents[LEASE.resource, "default", contract.OPERATOR]
 
 
-def b_takes_the_lease(world: World) -> None:
-    lease = the_lease(world)
-    world.api.put({**lease, "metadata": dict(lease["metadata"]), "spec": {**lease["spec"], "holderIdentity": "b"}})
-
-
 def test_who_loses_the_lease_ends_and_writes_nothing_more(world: World) -> None:
     operator = world.start(me="a", every_s=0.05, duration_s=3.0)
     world.api.until(lambda: operator.leadership.is_leader())
-    b_takes_the_lease(world)
+    lease = the_lease(world)
+    world.api.put({**lease, "metadata": dict(lease["metadata"]), "spec": {**lease["spec"], "holderIdentity": "b"}})
     *_, thread, codes = world.running[0]
     thread.join(60)
     assert codes == [1]
@@ -760,16 +750,7 @@ def test_who_loses_the_lease_ends_and_writes_nothing_more(world: World) -> None:
     assert world.pods() == []
 
 
-@pytest.mark.parametrize(
-    ("end", "code", "last"),
-    [
-        ("SIGTERM", 0, "stopped"),
-        pytest.param("lost", 1, "stopped: this operator is not the leader any more", marks=pytest.mark.slow),
-    ],
-)
-def test_the_process_ends_with_its_code_its_whole_log_and_a_write_that_hangs(
-    world: World, end: str, code: int, last: str
-) -> None:
+def test_the_process_ends_with_its_code_its_whole_log_and_a_write_that_hangs(world: World) -> None:
     released = threading.Event()
 
     def hangs(handler: BaseHTTPRequestHandler) -> bool:
@@ -784,16 +765,13 @@ def test_the_process_ends_with_its_code_its_whole_log_and_a_write_that_hangs(
     with subprocess.Popen(command, env={**os.environ, **here}, stdout=subprocess.PIPE, text=True) as process_:
         try:
             world.api.until(lambda: not world.api.prescribed)
-            if end == "SIGTERM":
-                process_.send_signal(signal.SIGTERM)
-            else:
-                b_takes_the_lease(world)
+            process_.send_signal(signal.SIGTERM)
             log, _ = process_.communicate(timeout=30)
         finally:
             released.set()
             process_.kill()
-    assert (process_.returncode, json.loads(log.splitlines()[-1])["message"]) == (code, last)
-    assert the_lease(world)["spec"]["holderIdentity"] == ("" if end == "SIGTERM" else "b")
+    assert (process_.returncode, json.loads(log.splitlines()[-1])["message"]) == (0, "stopped")
+    assert the_lease(world)["spec"]["holderIdentity"] == ""
 
 
 def test_a_definition_that_is_not_there_yet_is_waited_for_and_said(world: World, caplog: pytest.LogCaptureFixture) -> None:
@@ -807,6 +785,10 @@ def test_a_definition_that_is_not_there_yet_is_waited_for_and_said(world: World,
         world.api.unserved = ("kueue.x-k8s.io",)
         world.apply("a")
         world.settled(["a"])
+    assert get(operator, "/healthz") == get(operator, "/readyz") == (200, "acting\n")
+    text = get(operator, "/metrics")[1]
+    assert 'outlast_jobs{state="Running"} 1.0\n' in text
+    assert 'outlast_operator_writes_total{kind="Pod",verb="create"} 2.0\n' in text
 
 
 def test_what_fails_for_one_job_does_not_stop_the_others(world: World, caplog: pytest.LogCaptureFixture) -> None:
@@ -913,18 +895,6 @@ def test_a_job_whose_pod_is_refused_is_looked_at_when_it_is_due(world: World) ->
     world.apply("a")
     world.api.until(lambda: len(times) >= 4)
     assert times[3] - times[0] < 10
-
-
-def test_what_is_told_on_its_port(world: World) -> None:
-    operator = world.start()
-    world.apply("a")
-    world.settled(["a"])
-    assert get(operator, "/healthz") == (200, "acting\n")
-    assert get(operator, "/readyz") == (200, "acting\n")
-    code, text = get(operator, "/metrics")
-    assert code == 200
-    assert 'outlast_jobs{state="Running"} 1.0\n' in text
-    assert 'outlast_operator_writes_total{kind="Pod",verb="create"} 2.0\n' in text
 
 
 def get(operator: Operator, path: str) -> tuple[int, str]:

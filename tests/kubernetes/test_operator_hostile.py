@@ -87,17 +87,6 @@ def test_a_job_that_cannot_be_read_is_listed_among_the_others(world: World, kind
     }
 
 
-def test_a_job_that_becomes_unreadable_while_it_trains_keeps_its_pods(world: World) -> None:
-    world.api.put(a_job("train"))
-    world.start(reconcilers=main.reconcilers(Limits()))
-    world.api.until(lambda: len(world.pods()) == 2 and world.status("train").get("replicas") == 2)
-    with world.api.lock:
-        old = world.api.documents[ELASTIC_JOB.resource, "default", "train"]
-        world.api.put({**old, "metadata": dict(old["metadata"]), "spec": {**old["spec"], "template": apiserver.DEEP}})
-    world.api.until(lambda: "nested more than" in world.status("train").get("reason", ""))
-    assert (world.status("train")["state"], len(world.pods())) == ("Pending", 2)
-
-
 def test_a_bug_that_one_document_meets_keeps_no_other_from_being_heard(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     from outlast.kubernetes.operator import cluster_cache
 

@@ -4,6 +4,7 @@ that they allow."""
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import re
 from typing import Any
@@ -25,12 +26,6 @@ WHERE_ENFORCED: set[Right] = {("update", group, "elasticjobs/finalizers") for gr
 """What OwnerReferencesPermissionEnforcement asks for, of who makes what a job owns."""
 
 
-def a_job(name: str, **spec: Any) -> Document:
-    meta = {"name": name, "namespace": "default", "generation": 1}
-    whole = {"image": "i", "module": "m", "workers": {"replicas": 2, "min": 2, "max": 4}, **spec}
-    return {"apiVersion": ELASTIC_JOB.api_version, "kind": "ElasticJob", "metadata": meta, "spec": whole}
-
-
 def an_old_job(name: str, **more: Any) -> Document:
     template = {"spec": {"containers": [{"name": "w", "image": "i"}]}}
     replicas = {"replicaSpecs": {"Worker": {"replicas": 1, "template": template}}}
@@ -41,6 +36,7 @@ def an_old_job(name: str, **more: Any) -> Document:
 def test_the_roles_allow_nothing_that_the_operator_does_not_do(world: World) -> None:
     api = world.api
     api.unserved = ()
+    submit = functools.partial(world.submit, workers={"replicas": 2, "min": 2, "max": 4})
 
     def change(resource: str, name: str, **fields: Any) -> None:
         with api.lock:
@@ -64,13 +60,13 @@ def test_the_roles_allow_nothing_that_the_operator_does_not_do(world: World) -> 
     put(*taken, names=("volcano", "coscheduling", "volcano-worker", "coscheduling-rdzv", "disk"))  # it looks whose they are
     put("Role", "RoleBinding", names=("role-worker",))
     for gang in ("volcano", "coscheduling"):
-        api.put(a_job(gang, scheduling={"gang": gang}, volumes=[{"claim": "disk", "to": "/data", "size": "1Gi"}]))
-        api.put(a_job(f"own-{gang}", scheduling={"gang": gang}, volumes=[{"claim": "own", "to": "/data", "size": "1Gi"}]))
-    api.put(a_job("role"))  # refused again and again: its Event is counted
-    api.put(a_job("over", activeDeadlineSeconds=1, ttlSecondsAfterFinished=0))
+        submit(gang, scheduling={"gang": gang}, volumes=[{"claim": "disk", "to": "/data", "size": "1Gi"}])
+        submit(f"own-{gang}", scheduling={"gang": gang}, volumes=[{"claim": "own", "to": "/data", "size": "1Gi"}])
+    submit("role")  # refused again and again: its Event is counted
+    submit("over", activeDeadlineSeconds=1, ttlSecondsAfterFinished=0)
     api.put(an_old_job("old", activeDeadlineSeconds=1, ttlSecondsAfterFinished=0))
     for name in ("waits", "evicted"):
-        api.put(a_job(name, scheduling={"queue": "q"}, volumes=[]))
+        submit(name, scheduling={"queue": "q"}, volumes=[])
     late = api.documents[ELASTIC_JOB.resource, "default", "own-volcano"]["metadata"]["uid"]
     owner = {"apiVersion": "outlast.dev/v1alpha1", "kind": "ElasticJob", "name": "own-volcano", "uid": late}
     meta = {"name": "own-volcano-worker-0", "namespace": "default", "ownerReferences": [owner]}

@@ -5,13 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
+from hypothesis.stateful import initialize, invariant, rule
 
+import settling
 from outlast.kubernetes.api import kinds
 from outlast.kubernetes.manifests.scheduling import kueue
 from outlast.kubernetes.operator.kueue_workloads import WorkloadSlice
+from settling import Settling
 from simulated import Cluster, Kueue, trains
 
 
@@ -130,41 +131,32 @@ def test_an_evicted_job_saves_leaves_and_only_then_gives_its_quota_back() -> Non
     assert (cluster.status["restarts"], cluster.status["interruptions"]) == (0, 0)
 
 
-def test_of_an_addition_that_is_evicted_only_its_workers_leave() -> None:
-    cluster = training(2)
-    cluster.change(replicas=4)
-    cluster.until(trains(4))
+def grown(first: int, then: int, evicted: int) -> Cluster:
+    """A job that has grown by a Workload of its own; that of this number is evicted, and nothing is admitted."""
+    cluster = training(first)
+    cluster.change(replicas=then)
+    cluster.until(trains(then))
     kueue_of(cluster).held = True
-    kueue_of(cluster).evict(share(cluster, 1))
+    kueue_of(cluster).evict(share(cluster, evicted))
+    return cluster
+
+
+@pytest.mark.parametrize(("evicted", "stay"), [(1, [0, 1]), (0, [2, 3])])
+def test_of_two_workloads_one_is_evicted_and_only_its_workers_leave(evicted: int, stay: list[int]) -> None:
+    cluster = grown(2, 4, evicted)
     cluster.until(trains(2))
-    cluster.run(5)
-    assert sorted(pod["metadata"]["name"] for pod in cluster.pods) == ["train-worker-0", "train-worker-1"]
-    assert asked(cluster) == {"0": (2, 2), "1": (2, 0)}
+    step = cluster.step
+    cluster.run(20)
+    assert cluster.step >= step + 19
+    assert sorted(pod["metadata"]["name"] for pod in cluster.pods) == [f"train-worker-{index}" for index in stay]
+    assert asked(cluster) == {"0": (2, 2), "1": (2, 2), str(evicted): (2, 0)}
     assert (cluster.status["restarts"], cluster.status["interruptions"]) == (0, 2)
     kueue_of(cluster).held = False
     cluster.until(trains(4))
 
 
-def test_a_job_goes_on_with_its_addition_when_its_first_workers_are_taken() -> None:
-    cluster = training(2)
-    cluster.change(replicas=4)
-    cluster.until(trains(4))
-    kueue_of(cluster).held = True
-    kueue_of(cluster).evict(share(cluster, 0))
-    cluster.until(trains(2))
-    assert asked(cluster) == {"0": (2, 0), "1": (2, 2)}
-    step = cluster.step
-    cluster.run(20)
-    assert cluster.step >= step + 19
-
-
 def test_too_few_to_train_with_hold_no_quota_while_they_wait_for_the_others() -> None:
-    cluster = training(2)
-    cluster.change(replicas=3)
-    cluster.until(trains(3))
-    assert asked(cluster) == {"0": (2, 2), "1": (1, 1)}
-    kueue_of(cluster).held = True
-    kueue_of(cluster).evict(share(cluster, 0))
+    cluster = grown(2, 3, 0)
     cluster.until(lambda c: not c.pods and not kueue_of(c).used)
     cluster.run(5)
     assert asked(cluster) == {"0": (3, 0)}
@@ -310,29 +302,21 @@ def test_pods_go_where_their_flavor_and_admission_checks_say() -> None:
 
 def test_a_flavor_that_is_not_there_is_waited_for() -> None:
     cluster = a_cluster(2)
-    kueue_of(cluster).flavor["metadata"]["name"] = "other"
-    sight = kueue_of(cluster).sight
-    kueue_of(cluster).sight = lambda: type(sight())(sight().kind, sight().workloads, {}, ())  # type: ignore[method-assign]
+    spot = kueue_of(cluster).flavors.pop("spot")
     cluster.run(5)
     assert cluster.pods == []
     assert cluster.status["reason"] == "the queue research has assigned the ResourceFlavor spot, which does not exist"
-    kueue_of(cluster).sight = sight  # type: ignore[method-assign]
+    kueue_of(cluster).flavors["spot"] = spot
     cluster.until(trains(2))
 
 
-class Quota(RuleBasedStateMachine):
+class Quota(Settling):
+    least = 2
+
     @initialize(replicas=st.integers(2, 4), quota=st.integers(0, 5), partly=st.booleans())
     def begin(self, replicas: int, quota: int, partly: bool) -> None:
         self.cluster = a_cluster(replicas, quota=quota, high=4, partly=partly, steps=400, restarts={"limit": 1000})
         self.wanted = replicas
-
-    @rule(seconds=st.integers(1, 40))
-    def time_passes(self, seconds: int) -> None:
-        self.cluster.run(seconds)
-
-    @rule(writes=st.integers(0, 6), times=st.integers(1, 4))
-    def the_operator_dies(self, writes: int, times: int) -> None:
-        self.cluster.operator_dies(writes, times)
 
     @rule(quota=st.integers(0, 5))
     def there_is_another_quota(self, quota: int) -> None:
@@ -348,28 +332,6 @@ class Quota(RuleBasedStateMachine):
         if shares := kueue_of(self.cluster).shares():
             chosen = shares[number % len(shares)]
             self.cluster.delete(kinds.WORKLOAD_V1BETA2, chosen.name, chosen.uid)
-
-    @rule(replicas=st.integers(2, 4))
-    def another_number_is_wanted(self, replicas: int) -> None:
-        self.wanted = replicas
-        self.cluster.change(replicas=replicas)
-
-    @rule(suspend=st.booleans())
-    def it_is_suspended_or_resumed(self, suspend: bool) -> None:
-        self.cluster.change(suspend=suspend)
-
-    @rule(index=st.integers(0, 3), code=st.sampled_from([75, 137]))
-    def a_container_ends(self, index: int, code: int) -> None:
-        pod = self.cluster.documents.get(("Pod", f"train-worker-{index}"))
-        if pod and pod["status"]["phase"] == "Running":
-            self.cluster.end(pod, code)
-
-    @rule()
-    def looking_alone_comes_to_an_end(self) -> None:
-        for _ in range(4):
-            before = len(self.cluster.writes)
-            self.cluster.look()
-        assert len(self.cluster.writes) == before, self.cluster.writes[before:]
 
     @invariant()
     def no_pod_is_without_quota(self) -> None:
@@ -399,7 +361,4 @@ class Quota(RuleBasedStateMachine):
 
 @pytest.mark.hypothesis
 def test_whatever_happens_to_quota_the_job_settles() -> None:
-    examples = settings.default.max_examples * 8 // 100
-    run_state_machine_as_test(
-        Quota, settings=settings(max_examples=examples, stateful_step_count=12, suppress_health_check=list(HealthCheck))
-    )
+    settling.play(Quota, share=0.08, steps=12)

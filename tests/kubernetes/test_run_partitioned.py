@@ -162,23 +162,33 @@ def all_started(hosts: Hosts) -> int:
     return hosts.generation(0)
 
 
-def split(hosts: Hosts, stay: Sequence[int], *, near: Sequence[netns.Host] = ()) -> None:
-    """Cut the network in two: `near` is on the side that stays as well. That side trains, the other
-    neither makes a step nor commits one; then the network heals, and all train."""
-    away = [index for index in range(hosts.size) if index not in stay]
-    first = all_started(hosts)
+@pytest.mark.parametrize(
+    ("size", "stay", "etcd"),
+    [
+        *((4, (0, 1), ""), (4, (0, 3), ""), (5, (0, 4), ""), (5, (0, 1, 2), "")),  # the side of worker 0, which decides
+        *((4, (0, 1), "of both"), (5, (2, 3, 4), "of both")),  # the larger side, or that of rank 0
+        *((4, (2, 3), "of one"), (5, (0, 1), "of one")),  # the side that reaches the etcd
+    ],
+)
+def test_of_two_sides_one_trains_and_the_other_neither_makes_a_step_nor_commits_one(
+    hosts: Made, size: int, stay: Sequence[int], etcd: str
+) -> None:
+    made = hosts(size, etcd=bool(etcd))
+    away = [index for index in range(size) if index not in stay]
+    near = made.network.hosts[-1:] if etcd == "of one" else ()
+    first = all_started(made)
     began = time.monotonic()
-    hosts.network.split([*(hosts.hosts[index] for index in stay), *near], [hosts.hosts[index] for index in away])
-    hosts.wait(lambda: hosts.train(stay, first), f"workers {stay} train")
+    made.network.split([*(made.hosts[index] for index in stay), *near], [made.hosts[index] for index in away])
+    made.wait(lambda: made.train(stay, first), f"workers {stay} train")
     print(f"\n{len(stay)}|{len(away)}: {time.monotonic() - began:.1f} s until the others made a step", end=" ")
-    second, stood = hosts.generation(stay[0]), {index: hosts.step(index) for index in away}
-    hosts.wait(lambda: [place.generation for place in hosts.commits].count(second) >= 3, "checkpoints of one side")
-    assert {index: hosts.step(index) for index in away} == stood, "the other side makes no step"
-    assert {place.generation for place in hosts.commits} <= {first, second}
-    assert [workers for generation, workers in hosts.worlds() if generation > first] == [sorted(stay)]
-    hosts.network.heal()
-    hosts.wait(lambda: hosts.all_train(second), "all train again")
-    hosts.end()
+    second, stood = made.generation(stay[0]), {index: made.step(index) for index in away}
+    made.wait(lambda: [place.generation for place in made.commits].count(second) >= 3, "checkpoints of one side")
+    assert {index: made.step(index) for index in away} == stood
+    assert {place.generation for place in made.commits} <= {first, second}
+    assert [workers for generation, workers in made.worlds() if generation > first] == [sorted(stay)]
+    made.network.heal()
+    made.wait(lambda: made.all_train(second), "all train again")
+    made.end()
 
 
 def test_survivors_of_a_silent_host_train_within_seconds_and_it_comes_back(hosts: Made) -> None:
@@ -198,23 +208,6 @@ def test_survivors_of_a_silent_host_train_within_seconds_and_it_comes_back(hosts
     assert three.worlds()[-1][0] == first + 2
     three.end()
     assert took < 30, "as long as a machine with a lot to do may take; 5 s on a quiet one"
-
-
-@pytest.mark.parametrize(("size", "stay"), [(4, (0, 1)), (4, (0, 3)), (5, (0, 4)), (5, (0, 1, 2))])
-def test_of_two_sides_that_of_worker_0_trains_where_it_decides(hosts: Made, size: int, stay: Sequence[int]) -> None:
-    split(hosts(size), stay)
-
-
-@pytest.mark.parametrize(("size", "stay"), [(4, (0, 1)), (5, (2, 3, 4))])
-def test_of_two_sides_that_both_reach_the_etcd_the_larger_one_trains(hosts: Made, size: int, stay: Sequence[int]) -> None:
-    made = hosts(size, etcd=True)
-    split(made, stay)
-
-
-@pytest.mark.parametrize(("size", "stay"), [(4, (2, 3)), (5, (0, 1))])
-def test_of_two_sides_the_one_that_reaches_the_etcd_trains(hosts: Made, size: int, stay: Sequence[int]) -> None:
-    made = hosts(size, etcd=True)
-    split(made, stay, near=made.network.hosts[-1:])
 
 
 @pytest.mark.parametrize(("deaf", "stay"), [((0, 1), (0, 2)), ((1, 0), (0, 2)), ((2, 1), (0, 1))])

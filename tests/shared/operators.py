@@ -20,28 +20,23 @@ from outlast.kubernetes.operator.cluster_cache import CachedJob
 from outlast.kubernetes.operator.kueue_workloads import ClusterFeatures
 from outlast.kubernetes.operator.leader import Leadership
 from outlast.kubernetes.operator.operator import Operator
-from outlast.kubernetes.operator.plan import Deletion, Document, Plan
+from outlast.kubernetes.operator.plan import Document, Plan
 from outlast.kubernetes.operator.watches import Settings
 
 
 def pods_of(looked: CachedJob, *, count: int) -> Plan:
-    """Decide a plan of `count` pods per job: replaces failed pods, and counts the pods in the status."""
+    """Decide a plan of `count` pods per job."""
     job = looked.job
     assert job is not None
-    meta = job["metadata"]
+    meta, known = job["metadata"], job.get("status") or {}
     ours = [pod for pod in looked.pods if any(owner["uid"] == meta["uid"] for owner in pod["metadata"]["ownerReferences"])]
-    failed = [pod for pod in ours if (pod.get("status") or {}).get("phase") == "Failed"]
-    going = [pod for pod in failed if not pod["metadata"].get("deletionTimestamp")]
     names = {pod["metadata"]["name"] for pod in ours}
-    known = job.get("status") or {}
-    status = {**known, "state": "Running", "judged": sorted({*known.get("judged", []), *(p["metadata"]["uid"] for p in failed)})}
-    status["restarts"] = len(status["judged"])
+    status = {**known, "state": "Running"}
     there = {"namespace": meta["namespace"], "ownerReferences": [owner_references.reference(job)]}
     labels = {f"{meta['name']}-worker-{index}": {Label.JOB: meta["name"], Label.WORKER: str(index)} for index in range(count)}
     missing = [{**there, "name": name, "labels": labels[name]} for name in labels if name not in names]
     creates = tuple(POD.document(each, spec={"containers": []}) for each in missing)
-    deletes = tuple(Deletion(pod["metadata"]["name"], pod["metadata"]["uid"], "it failed") for pod in going)
-    return Plan(status=status if status != known else None, deletes=deletes, creates=creates)
+    return Plan(status=status if status != known else None, creates=creates)
 
 
 def writes(operator: Operator) -> dict[str, int]:

@@ -598,7 +598,7 @@ class Kueue:
     def __init__(self, cluster: Cluster, quota: int, *, partly: bool = True) -> None:
         self.cluster, self.quota, self.partly = cluster, quota, partly
         tolerated = [{"key": "spot", "operator": "Exists"}]
-        self.flavor: Document = {"metadata": {"name": "spot"}, "spec": {"nodeLabels": {"pool": "spot"}, "tolerations": tolerated}}
+        self.flavors: dict[str, Document] = {"spot": {"spec": {"nodeLabels": {"pool": "spot"}, "tolerations": tolerated}}}
         self.classes: list[Document] = []
         self.held = False
         """True while nothing is admitted."""
@@ -607,7 +607,7 @@ class Kueue:
 
     def sight(self) -> KueueObjects:
         workloads = copy.deepcopy(self.cluster.all("Workload"))
-        return KueueObjects(kinds.WORKLOAD_V1BETA2, workloads, {"spot": self.flavor}, self.classes)
+        return KueueObjects(kinds.WORKLOAD_V1BETA2, workloads, dict(self.flavors), self.classes)
 
     def shares(self) -> list[WorkloadSlice]:
         return [WorkloadSlice(each) for each in self.cluster.all("Workload")]
@@ -683,6 +683,14 @@ def trains(workers: int) -> Any:
         return in_world == workers == len(cluster.pods) and cluster.status.get("state") == "Running"
 
     return so
+
+
+def training(replicas: int = 2, *, low: int = 1, high: int = 4, **fields: Any) -> Cluster:
+    """Return a cluster whose job has trained with so many workers for some seconds."""
+    cluster = Cluster({"replicas": replicas, "min": low, "max": high}, **fields)
+    cluster.until(trains(replicas))
+    cluster.run(10)
+    return cluster
 
 
 assert kind_of({"apiVersion": "v1", "kind": "Pod"}) is kinds.POD

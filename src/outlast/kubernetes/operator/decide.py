@@ -25,7 +25,6 @@ from outlast.kubernetes.operator.rules import (
     rendezvous_calls,
     replaced_workers,
     status_progress,
-    waiting_in_queue,
 )
 
 
@@ -49,7 +48,7 @@ RULES: tuple[Callable[[ReconcilePass], None], ...] = (
     job_end.finished,
     job_start.unreadable,
     job_start.new_or_changed,
-    waiting_in_queue.queued,
+    job_start.queued,
     job_end.workers_done,
     counted_failures.repaired_failures,
     replaced_workers.ended_workers,

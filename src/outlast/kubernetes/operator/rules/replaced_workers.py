@@ -15,7 +15,7 @@ from outlast.kubernetes.operator.elasticjob_status import Silent
 from outlast.kubernetes.operator.observed_job import Pod
 from outlast.kubernetes.operator.reconcile_pass import ReconcilePass
 from outlast.kubernetes.operator.rules import coordination, counted_failures
-from outlast.kubernetes.operator.rules.waiting_in_queue import RECHECK_S as QUEUE_RECHECK_S
+from outlast.kubernetes.operator.rules.job_start import QUEUE_RECHECK_S
 from outlast.rendezvous.who_trains import MemberState
 
 FAST_LOSS_S = 10.0
