@@ -23,7 +23,7 @@ from outlast.job.status import JobStatus, State
 from outlast.kubernetes import manifests
 from outlast.kubernetes.api import kinds
 from outlast.kubernetes.manifests import configmaps_and_service, labels
-from outlast.kubernetes.manifests.installed import cel, crd, operator_deployment
+from outlast.kubernetes.manifests.installed import crd, operator_deployment
 from outlast.kubernetes.manifests.render_request import Document
 
 ROOT = Path(__file__).parents[2]
@@ -175,7 +175,7 @@ def test_a_fraction_of_a_core_is_sent_as_text_and_refused_as_a_number() -> None:
 # Rules between fields
 
 
-def rules() -> Iterator[tuple[str, Schema, cel.Rule]]:
+def rules() -> Iterator[tuple[str, Schema, crd.Rule]]:
     for place, part in PARTS.items():
         for rule in part.get("x-kubernetes-validations", []):
             yield place, part, rule
@@ -385,8 +385,8 @@ def test_whether_a_field_can_change_is_decided_for_all_of_them() -> None:
     """A new field of the job file needs a word about it."""
     free = {"workers", "suspend", "cleanPodPolicy", "restarts", "scheduling"}
     free |= {"activeDeadlineSeconds", "startupDeadlineSeconds", "ttlSecondsAfterFinished"}
-    assert set(cel.IMMUTABLE) | free == set(SPEC["properties"])
-    assert {*cel.IMMUTABLE_SCHEDULING, "priorityClassName"} == set(SPEC["properties"]["scheduling"]["properties"])
+    assert set(crd.IMMUTABLE) | free == set(SPEC["properties"])
+    assert {*crd.IMMUTABLE_SCHEDULING, "priorityClassName"} == set(SPEC["properties"]["scheduling"]["properties"])
 
 
 # Status
