@@ -3,7 +3,6 @@ clock."""
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import re
@@ -97,10 +96,8 @@ def drill(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Drill]:
         a_pod("operator", labels={"app.kubernetes.io/part-of": "outlast"}),
     ):
         api.put(pod)
-    with apiserver.serving(api) as url, imds.serving(Imds()) as service:
-        monkeypatch.setenv("KUBECONFIG", str(apiserver.kubeconfig(tmp_path / "config", url)))
-        with contextlib.closing(kube.connect()) as cluster:
-            yield Drill(api, cluster, service)
+    with apiserver.connected(api, tmp_path, monkeypatch) as cluster, imds.serving(Imds()) as service:
+        yield Drill(api, cluster, service)
 
 
 def said(caplog: pytest.LogCaptureFixture) -> list[str]:
