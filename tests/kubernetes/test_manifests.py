@@ -116,10 +116,6 @@ def known(document: Document) -> bool:
     return "." not in group or (group.endswith("k8s.io") and group != "scheduling.x-k8s.io")
 
 
-def test_four_minors_are_looked_at() -> None:
-    assert len({version.rpartition(".")[0] for version in MINORS}) == 4
-
-
 @every_topology_of_pods
 @every_job
 def test_pods_are_restricted(topology: str, name: str) -> None:

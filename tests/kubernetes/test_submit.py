@@ -372,13 +372,6 @@ def test_what_the_cluster_refuses_is_one_sentence_and_exits_with_1(api: apiserve
     assert 'admission webhook "policy" denied the request: no jobs on Fridays' in err
 
 
-def test_an_unknown_namespace_or_context_is_usage(api: apiserver.ApiServer, outlast: Outlast) -> None:
-    code, _, err = outlast("list", "--context", "nowhere")
-    assert (code, err) == (2, "Error: there is no context nowhere in the kubeconfig; there are here, there\n")
-    code, _, err = outlast("status", "train", "-n", "Nowhere!")
-    assert (code, "lower-case letters" in err) == (2, True)
-
-
 @pytest.mark.parametrize("words", [("list",), ("status",), ("logs", "-f", "train")])
 def test_a_namespace_that_does_not_exist_is_named(api: apiserver.ApiServer, outlast: Outlast, words: tuple[str, ...]) -> None:
     said = "Error: there is no namespace nosuch in here; create it (kubectl create namespace nosuch), or choose another with -n\n"
