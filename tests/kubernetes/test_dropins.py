@@ -38,3 +38,12 @@ def test_the_folder_of_the_drop_in_can_be_deleted(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", REST], env=env, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == [str(package / "__init__.py"), "outlast.dev", "outlast.dev"]
+
+
+def test_nobody_but_the_registry_and_the_kinds_names_the_api_of_the_drop_in() -> None:
+    package = Path(outlast.__file__).parent
+    named = re.compile(r"LEGACY_JOB|outlast\.kubernetes\.torchelastic|elastic\.pytorch\.org")
+    files = [path.relative_to(package).as_posix() for path in package.rglob("*.py") if named.search(path.read_text())]
+    assert sorted(each for each in files if "/torchelastic/" not in each) == [
+        f"kubernetes/api/{name}.py" for name in ("dropins", "kinds")
+    ]

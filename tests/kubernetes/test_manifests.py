@@ -230,7 +230,7 @@ def test_by_default_a_worker_saves_and_pushes_within_the_notice_of_a_spot_machin
     assert follows <= contract.Pod.LAST_PUSH_S, "what may follow the grace"
 
 
-def test_labels_are_the_settings_that_training_has_without_what_may_be_a_secret() -> None:
+def test_arguments_that_may_be_secrets_are_no_labels() -> None:
     args = ["--batch=1200", "--moe-coef", "0.1", "--name=not a label", "--flag", "--out=$(OUTLAST_OUTPUT)", "positional"]
     secrets = ["--api-token=abc", "--HF_KEY=abc", "--client-secret", "abc", "--password=abc", "--credentials=abc"]
     assert labels.settings([*args, *secrets]) == {"args.outlast.dev/batch": "1200", "args.outlast.dev/moe-coef": "0.1"}
@@ -483,6 +483,14 @@ def test_a_claim_is_for_one_pod_or_all_unless_its_access_mode_is_given() -> None
     ]
     assert modes("job", accessMode="ReadWriteMany") == ["ReadWriteMany"]
     assert modes("statefulset", accessMode="ReadWriteOncePod") == ["ReadWriteOncePod"]
+
+
+def test_secrets_are_variables_or_files_and_never_in_the_job_file_as_values() -> None:
+    documents = rendered(secrets=[{"name": "hf-token"}, {"name": "mlflow", "to": "/etc/mlflow"}])
+    container = worker(documents)
+    assert container["envFrom"] == [{"secretRef": {"name": "hf-token"}}]
+    assert {"name": "secret-1", "readOnly": True, "mountPath": "/etc/mlflow"} in container["volumeMounts"]
+    assert {"name": "secret-1", "secret": {"secretName": "mlflow"}} in template(documents)["spec"]["volumes"]
 
 
 # Resources and scheduling
