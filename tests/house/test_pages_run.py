@@ -163,7 +163,7 @@ def type_in(line: str, more: Sequence[str], place: Path) -> None:
     ours = [word for word in more if script and re.match("--(fresh|force|name)", word)]
     command = " ".join(["outlast", before, *ours, script + after, *(f"'{word}'" for word in more if word not in ours)])
     environ = {name: value for name, value in os.environ.items() if not name.startswith("OUTLAST_")}
-    environ |= {"PATH": f"{Path(sys.executable).parent}:{environ['PATH']}", "OUTLAST_CACHE": str(place / "cache")}
+    environ |= {"PATH": f"{Path(sys.executable).parent}:{environ['PATH']}", "OUTLAST_CACHE": f"{place}-cache"}
     ran = subprocess.run(["sh", "-c", command], cwd=place, env=environ, capture_output=True, text=True, check=False)
     assert ran.returncode == 0, f"{command}\n{ran.stdout[-4000:]}\n{ran.stderr[-4000:]}"
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
@@ -103,17 +101,6 @@ def test_a_job_of_ours_is_not_taken_for_it(team: Team) -> None:
         team.place.submission.make_room("cifar", [ours], fresh=False)
 
 
-def forever(handler: BaseHTTPRequestHandler) -> bool:
-    """The log of a container that runs on, and says nothing."""
-    handler.send_response(200)
-    handler.send_header("Connection", "close")
-    handler.end_headers()
-    handler.wfile.flush()
-    handler.rfile.read(1)
-    handler.close_connection = True
-    return True
-
-
 @pytest.mark.parametrize(
     "status",
     [{"state": "Failed"}, {"conditions": [{"type": "Succeeded", "status": "True"}]}],
@@ -123,7 +110,7 @@ def test_following_ends_with_the_job_whatever_becomes_of_its_pods(team, monkeypa
     """A pod may be told to run for ever: its node is lost, or nobody is there to delete it."""
     monkeypatch.setattr(logs, "_QUIET_S", 0.3)
     monkeypatch.setattr(logs, "_POLL_S", 0.05)
-    team.api.prescribe("cifar-worker-1/log.*follow=true", *[forever] * 50)
+    team.api.prescribe("cifar-worker-1/log.*follow=true", *[apiserver.goes_on()] * 50)
     ended = {**team.job, "status": status}
     lines = team.place.logs("cifar", follow=True)
     assert next(iter(lines)).text == "here is 0"
@@ -150,15 +137,3 @@ def test_why_knows_it(team: Team, capsys: pytest.CaptureFixture[str], status: Do
     with pytest.raises(SystemExit):
         cli.main(["why", "cifar"], backend=team.place)
     assert capsys.readouterr().out.startswith(said)
-
-
-def test_the_commands_of_a_person(team: Team, capsys: pytest.CaptureFixture[str]) -> None:
-    def run(*words: str) -> str:
-        with pytest.raises(SystemExit):
-            cli.main(words, backend=team.place)
-        return capsys.readouterr().out
-
-    assert "cifar  Running  2/2 (1–128)" in run("list")
-    assert "2/2 (1–128) workers, generation 0, 8 per worker" in run("status", "cifar")
-    assert json.loads(run("status", "cifar", "-o", "json"))["output"] == ""
-    assert run("cancel", "cifar") == "cifar is cancelled\n"

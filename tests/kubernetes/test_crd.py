@@ -22,7 +22,7 @@ from outlast.job.status import JobStatus, State
 from outlast.kubernetes import manifests
 from outlast.kubernetes.api import kinds
 from outlast.kubernetes.manifests import configmaps_and_service, labels
-from outlast.kubernetes.manifests.installed import cel, crd, operator_deployment
+from outlast.kubernetes.manifests.installed import crd, operator_deployment
 from outlast.kubernetes.manifests.render_request import Document
 from published_schemas import each_minor
 
@@ -97,20 +97,11 @@ def test_every_field_of_the_job_file_is_in_the_schema() -> None:
     assert sorted(map(sorted, known)) == sorted(map(sorted, fields))
 
 
-def test_it_can_be_scaled_and_looked_at() -> None:
-    scale = VERSION["subresources"]["scale"]
-    paths = {"specReplicas": ".spec.workers.replicas", "statusReplicas": ".status.replicas", "labelSelector": ".status.selector"}
-    assert scale == {f"{name}Path": path for name, path in paths.items()}
-    assert VERSION["subresources"]["status"] == {}
-    for path in [*scale.values(), *(column["jsonPath"] for column in VERSION["additionalPrinterColumns"])]:
+def test_what_is_scaled_and_shown_are_fields() -> None:
+    scale, columns = VERSION["subresources"]["scale"], VERSION["additionalPrinterColumns"]
+    for path in [*scale.values(), *(column["jsonPath"] for column in columns)]:
         assert path in PARTS or path == ".metadata.creationTimestamp"
     assert (PARTS[".spec.workers"]["default"], PARTS[".spec.workers.replicas"]["default"]) == ({}, 1)
-    names = crd.definition()["spec"]["names"]
-    assert (names["shortNames"], names["plural"]) == (["ej", "ejob"], "elasticjobs")
-    assert names["categories"] == ["all", "training"]
-    columns = [(each["name"], each.get("priority", 0)) for each in VERSION["additionalPrinterColumns"]]
-    shown = ["State", "Workers", "Step", "Progress", "Restarts", "Goodput", "Age"]
-    assert columns == [*((name, 0) for name in shown), ("Reason", 1)]
 
 
 # What it takes and refuses
@@ -144,24 +135,15 @@ def test_a_job_file_that_is_right_is_taken(file: Path) -> None:
     [
         {"workers": {"replicas": -1}},
         {"workers": {"replicas": "2"}},
-        {"resources": {"gpu": -1}},
         {"resources": {"memory": "16 apples"}},
         {"resources": {"accelerator": "tpu"}},
-        {"checkpoint": {"every": "soon"}},
-        {"checkpoint": {"keep": 1}},
         {"processesPerWorker": "many"},
         {"scheduling": {"spot": "maybe"}},
         {"data": [{"to": "/data"}]},
         {"data": [{"from": "s3://b/c", "to": "data"}]},
         {"data": [{"from": "s3://b/c", "to": "/etc/../data"}]},
-        {"volumes": [{"claim": "My_Data", "to": "/data"}]},
-        {"volumes": [{"claim": "data", "to": "/data", "accessMode": "Any"}]},
         {"secrets": [{"name": ""}]},
-        {"scheduling": {"queue": "a b"}},
-        {"tolerations": [{"key": "a b"}]},
         {"suspend": "yes"},
-        {"module": "not a module"},
-        {"ttlSecondsAfterFinished": -1},
     ],
     ids=str,
 )
@@ -184,7 +166,7 @@ def test_a_fraction_of_a_core_is_sent_as_text_and_refused_as_a_number() -> None:
 # Rules between fields
 
 
-def rules() -> Iterator[tuple[str, Schema, cel.Rule]]:
+def rules() -> Iterator[tuple[str, Schema, crd.Rule]]:
     for place, part in PARTS.items():
         for rule in part.get("x-kubernetes-validations", []):
             yield place, part, rule
@@ -349,12 +331,6 @@ REMEDY = "delete the job and apply it (with code: outlast submit) under the same
         {"workers": {"replicas": 0, "min": 1, "max": 4}},
         {"workers": {"replicas": 4, "sizes": [2, 4]}},
         {"workers": {"replicas": 3, "min": 1, "max": 9, "step": 2}},
-        {"suspend": True},
-        {"activeDeadlineSeconds": 60},
-        {"startupDeadlineSeconds": 60},
-        {"ttlSecondsAfterFinished": 60},
-        {"cleanPodPolicy": "All"},
-        {"restarts": {"limit": 1}},
         {"scheduling": {"queue": "a", "priorityClassName": "high"}},
     ],
     ids=str,
@@ -372,25 +348,8 @@ def test_what_may_change_while_a_job_runs(fields: Document) -> None:
         ("args", ["--epochs=2"]),
         ("args", ["--epochs=1", "--batch=2"]),
         ("code", "s3://b/code.zip"),
-        ("data", [{"from": "s3://b/d"}]),
-        ("models", [{"from": "s3://b/d", "name": "a"}]),
-        ("output", "s3://b/out"),
-        ("processesPerWorker", 2),
-        ("resources", {"cpu": 2}),
-        ("rendezvous", {"backend": "c10d"}),
-        ("checkpoint", {"every": "1m"}),
-        ("sync", {"every": "1m"}),
-        ("interruption", {"grace": "1m"}),
-        ("hang", {"limit": "1m"}),
-        ("environment", {"requirements": "a.txt"}),
         ("env", {"A": "2"}),
         ("env", {"A": "1", "B": "2"}),
-        ("volumes", [{"claim": "a", "to": "/a"}]),
-        ("nodeSelector", {"a": "b"}),
-        ("tolerations", [{"operator": "Exists"}]),
-        ("secrets", [{"name": "a"}]),
-        ("tracking", {"tensorboard": True}),
-        ("managedBy", "kueue.x-k8s.io/multikueue"),
         ("template", {"spec": {"hostNetwork": False}}),
         ("template", {"metadata": {"labels": {"a": "b"}}}),
         ("template", {"metadata": {"annotations": {"a": "b"}}}),
@@ -417,8 +376,8 @@ def test_whether_a_field_can_change_is_decided_for_all_of_them() -> None:
     """A new field of the job file needs a word about it."""
     free = {"workers", "suspend", "cleanPodPolicy", "restarts", "scheduling"}
     free |= {"activeDeadlineSeconds", "startupDeadlineSeconds", "ttlSecondsAfterFinished"}
-    assert set(cel.IMMUTABLE) | free == set(SPEC["properties"])
-    assert {*cel.IMMUTABLE_SCHEDULING, "priorityClassName"} == set(SPEC["properties"]["scheduling"]["properties"])
+    assert set(crd.IMMUTABLE) | free == set(SPEC["properties"])
+    assert {*crd.IMMUTABLE_SCHEDULING, "priorityClassName"} == set(SPEC["properties"]["scheduling"]["properties"])
 
 
 # Status
@@ -485,15 +444,6 @@ def test_kubernetes_takes_what_is_installed_and_what_is_made_for_a_job(version: 
         schemas.validate(document, version, strict=True)
 
 
-def test_every_file_is_in_a_kustomization() -> None:
-    files = operator_deployment.files()
-    for name, (document, *_) in files.items():
-        if document["kind"] == "Kustomization":
-            directory = name.removesuffix("kustomization.yaml")
-            there = {file.removeprefix(directory) for file in files if file.startswith(directory)}
-            assert set(document["resources"]) == {file for file in there if "/" not in file} - {"kustomization.yaml"}
-
-
 def test_nobody_may_do_everything() -> None:
     rules = [(document["metadata"]["name"], rule) for document in INSTALLED for rule in document.get("rules", [])]
     assert rules
@@ -534,11 +484,8 @@ def test_a_drain_leaves_a_job_its_fewest_workers_and_waits_for_none_that_is_not_
     assert BUDGET["spec"] == {"minAvailable": 2, "unhealthyPodEvictionPolicy": "AlwaysAllow", "selector": selector}
 
 
-def test_users_of_a_namespace_may_use_its_elasticjobs() -> None:
+def test_users_of_a_namespace_may_look_at_its_elasticjobs_or_change_them_by_their_role() -> None:
     found = {document["metadata"]["name"]: document for document in operator_deployment.files()["rbac.yaml"]}
-    prefix = "rbac.authorization.k8s.io/aggregate-to-"
-    assert found["outlast-view"]["metadata"]["labels"][f"{prefix}view"] == "true"
-    assert {f"{prefix}edit", f"{prefix}admin"} <= found["outlast-edit"]["metadata"]["labels"].keys()
+    for name, roles in (("outlast-view", {"view"}), ("outlast-edit", {"edit", "admin"})):
+        assert {f"rbac.authorization.k8s.io/aggregate-to-{role}" for role in roles} <= found[name]["metadata"]["labels"].keys()
     assert {verb for rule in found["outlast-view"]["rules"] for verb in rule["verbs"]} == {"get", "list", "watch"}
-    scale = [rule for rule in found["outlast-edit"]["rules"] if "elasticjobs/scale" in rule["resources"]]
-    assert "patch" in scale[0]["verbs"]

@@ -109,8 +109,6 @@ FACTS: tuple[tuple[Any, dict[str, Any], str, str], ...] = (
     (judged.rights, {}, "pass", "all that submit, logs and why need"),
     (judged.rights, {"missing_rights": (CREATE, LIST)}, "fail", "you may not create jobs.batch"),
     (judged.rights, {"missing_rights": (LIST,)}, "warn", "enough to submit; you may not list storageclasses.storage.k8s.io"),
-    (judged.definition, {}, "warn", "is not defined here"),
-    (judged.definition, {"defined": True}, "pass", "is defined"),
     (judged.operator, {"operator": a_deployment(2)}, "pass", "2 of 2 run in namespace outlast-system, operator:1"),
     (judged.operator, {"operator": a_deployment(0, "ml")}, "fail", "none of 2 runs in namespace ml, operator:1"),
     (judged.operator, {"defined": True}, "fail", "there is none: ElasticJobs are stored, and no operator acts on them"),
@@ -354,7 +352,6 @@ def test_an_image_is_looked_at_from_inside() -> None:
     [
         ("CUDA error: no kernel image is available for execution on the device", "use a torch that is built for this GPU"),
         ("CUDA error: CUDA-capable device(s) is/are busy or unavailable", "free the GPU: other processes use it"),
-        ("CUDA out of memory. Tried to allocate 2.00 MiB", "free the GPU: other processes use it"),
         ("CUDA error: uncorrectable ECC error", "see whether the GPU and its driver work, for example with nvidia-smi"),
     ],
 )

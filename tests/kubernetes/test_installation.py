@@ -74,10 +74,13 @@ WHOLE = [
 
 def test_a_new_cluster_is_given_everything_in_an_order_that_can_be_made_and_again_nothing() -> None:
     cluster = established(FakeCluster())
+    assert bring(cluster, dry_run=True) == [f"created    {each}" for each in WHOLE]
+    assert cluster.documents == {}
     assert bring(cluster) == [f"created    {each}" for each in WHOLE]
     assert cluster.order == [f"apply {each.partition(' in ')[0]}" for each in WHOLE]
     before = copy.deepcopy(cluster.documents)
-    assert bring(cluster) == [f"unchanged  {each}" for each in WHOLE]
+    for dry_run in (True, False):
+        assert bring(cluster, dry_run=dry_run) == [f"unchanged  {each}" for each in WHOLE]
     assert cluster.documents == before
 
 
@@ -131,14 +134,6 @@ def test_another_image_changes_the_deployment_alone() -> None:
     assert changed == ["changed    Deployment outlast-operator in outlast-system"]
     deployment = cluster.get(kinds.DEPLOYMENT, "outlast-operator", namespace="outlast-system")
     assert deployment["spec"]["template"]["spec"]["containers"][0]["image"] == "example.com/operator:2"
-
-
-def test_a_dry_run_says_what_would_be_made_and_makes_nothing() -> None:
-    cluster = established(FakeCluster())
-    assert bring(cluster, dry_run=True) == [f"created    {each}" for each in WHOLE]
-    assert cluster.documents == {}
-    bring(cluster)
-    assert {each.split()[0] for each in bring(cluster, dry_run=True)} == {"unchanged"}
 
 
 def test_everything_is_in_the_namespace_that_is_asked_for() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import queue
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
@@ -227,27 +227,11 @@ def a_stateful_set(api: apiserver.ApiServer, *, replicas: int = 1) -> None:
         api.put(pod)
 
 
-def goes_on(*lines: str) -> Callable[[BaseHTTPRequestHandler], bool]:
-    """The log of a container that does not end, for as long as somebody follows it."""
-
-    def answer(handler: BaseHTTPRequestHandler) -> bool:
-        handler.send_response(200)
-        handler.send_header("Connection", "close")
-        handler.end_headers()
-        handler.wfile.write("".join(f"{line}\n" for line in lines).encode())
-        handler.wfile.flush()
-        handler.rfile.read(1)
-        handler.close_connection = True
-        return True
-
-    return answer
-
-
 @pytest.mark.parametrize("end", ["outlast_done 1\n", "outlast_failed 1\n"])
 def test_following_a_stateful_set_ends_with_its_workers_although_they_stay_up(connected: Connected, end: str) -> None:
     api, cluster = connected
     a_stateful_set(api)
-    api.prescribe("train-0/log.*follow=true", goes_on(at(1, "trains")))
+    api.prescribe("train-0/log.*follow=true", apiserver.goes_on(at(1, "trains")))
     api.logs["train-0"] = [at(1, "trains"), at(2, "last words")]
     api.metrics["train-0"] = end
     lines = backend.KubernetesBackend(cluster).logs("train", follow=True)
@@ -259,7 +243,7 @@ def test_following_waits_for_an_api_server_that_is_away(connected: Connected, mo
     monkeypatch.setattr(kube.requests, "_ATTEMPTS", 1)
     monkeypatch.setattr(backend, "_AGENT_POLL_S", 0)
     a_stateful_set(api)
-    api.prescribe("train-0/log.*follow=true", goes_on(at(1, "before")))
+    api.prescribe("train-0/log.*follow=true", apiserver.goes_on(at(1, "before")))
     api.logs["train-0"] = [at(1, "before"), at(2, "after")]
     said: list[str] = []
     lines = backend.KubernetesBackend(cluster).logs("train", follow=True, say=said.append)

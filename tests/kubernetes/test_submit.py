@@ -205,16 +205,6 @@ def test_a_job_that_has_succeeded_goes_on_when_it_asks_for_more_steps(
     assert out.splitlines()[0].startswith("train has succeeded, and begins anew: only a run whose output is in a store")
 
 
-def test_a_job_that_has_failed_and_was_removed_goes_on_with_its_run(api: apiserver.ApiServer, outlast: Outlast) -> None:
-    place = a_place()
-    outlast("submit", "job.yaml", "--as", "indexed-job")
-    run = taken(place, the(api, "jobs.batch")[-1])
-    runs.end(place, str(run), "Failed", "a bug", 1)
-    outlast("cancel", "train", "-n", "default")  # or its time after its end was over
-    outlast("submit", "job.yaml", "--as", "indexed-job")
-    assert taken(place, the(api, "jobs.batch")[-1]) == run
-
-
 def test_workers_of_a_statefulset_that_stay_up_after_a_failure_are_replaced(
     api: apiserver.ApiServer, outlast: Outlast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -379,13 +369,6 @@ def test_what_the_cluster_refuses_is_one_sentence_and_exits_with_1(api: apiserve
     code, _, err = outlast("submit", "job.yaml", "--as", "indexed-job")
     assert (code, err.count("\n")) == (1, 1)
     assert 'admission webhook "policy" denied the request: no jobs on Fridays' in err
-
-
-def test_an_unknown_namespace_or_context_is_usage(api: apiserver.ApiServer, outlast: Outlast) -> None:
-    code, _, err = outlast("list", "--context", "nowhere")
-    assert (code, err) == (2, "Error: there is no context nowhere in the kubeconfig; there are here, there\n")
-    code, _, err = outlast("status", "train", "-n", "Nowhere!")
-    assert (code, "lower-case letters" in err) == (2, True)
 
 
 @pytest.mark.parametrize("words", [("list",), ("status",), ("logs", "-f", "train")])

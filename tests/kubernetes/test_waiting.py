@@ -246,7 +246,6 @@ EVICTED = "the step's pod is evicted (%s), and the step is to be run again"
     [
         (None, None, ""),
         (a_pod(), a_workflow(), ""),  # Argo signals the container, and deletes nothing
-        (a_pod(), a_workflow(shutdown="Terminate"), ""),
         (a_pod(deleted=True), a_workflow(shutdown="Stop"), ""),
         (a_pod(deleted=True), a_workflow(activeDeadlineSeconds=0), ""),
         (a_pod(deleted=True), a_workflow(deleted=True), ""),

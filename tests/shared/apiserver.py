@@ -283,6 +283,22 @@ def send(handler: BaseHTTPRequestHandler, code: int, body: Any, **headers: str) 
         handler.close_connection = True
 
 
+def goes_on(*lines: str) -> Callable[[BaseHTTPRequestHandler], bool]:
+    """The log of a container that does not end, for as long as somebody follows it."""
+
+    def answer(handler: BaseHTTPRequestHandler) -> bool:
+        handler.send_response(200)
+        handler.send_header("Connection", "close")
+        handler.end_headers()
+        handler.wfile.write("".join(f"{line}\n" for line in lines).encode())
+        handler.wfile.flush()
+        handler.rfile.read(1)
+        handler.close_connection = True
+        return True
+
+    return answer
+
+
 def _written(content: bytes) -> bytes:
     for name, meant in _MEANT.items():
         content = content.replace(name, meant)

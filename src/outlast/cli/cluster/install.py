@@ -57,13 +57,13 @@ def install(
       outlast install --node-watch --on-demand --wait
     """
     from outlast.kubernetes import api
-    from outlast.kubernetes.jobs import installation, rendering
+    from outlast.kubernetes.jobs import installation, parcel
 
     installation.check_namespace(namespace)
     cluster = api.connect(context, namespace)
     try:
         documents = installation.documents(
-            namespace=namespace, image=image or rendering.operator_image(), watch=node_watch, on_demand=on_demand
+            namespace=namespace, image=image or parcel.operator_image(), watch=node_watch, on_demand=on_demand
         )
         count: dict[str, int] = {}
         for done in installation.ensure(cluster, documents, dry_run=dry_run):

@@ -51,12 +51,11 @@ def render(
     from outlast.cli.train import overrides
     from outlast.job.spec import unused_fields
     from outlast.kubernetes import manifests
-    from outlast.kubernetes.jobs import rendering
-    from outlast.kubernetes.jobs.parcel import CLIENT_APPLY_BYTES, CONFIG_MAP_BYTES
+    from outlast.kubernetes.jobs.parcel import CLIENT_APPLY_BYTES, CONFIG_MAP_BYTES, rendered
 
     job = overrides.load(file, name=name, set_=set_ or ())
     room = CONFIG_MAP_BYTES if server_side else CLIENT_APPLY_BYTES
-    with rendering.rendered(job, topology, source=file, namespace=find_job.checked(namespace), room=room) as (documents, parcel):
+    with rendered(job, topology, source=file, namespace=find_job.checked(namespace), room=room) as (documents, parcel):
         if parcel.url and not upload:
             ways = "add --upload, or use `outlast submit`"
             if parcel.archive.stat().st_size <= CONFIG_MAP_BYTES:

@@ -85,10 +85,10 @@ def get(
             raise OutlastError(
                 "--from is a file of this machine, which pods do not see; put it onto the claim, or leave out --on"
             )
-        from outlast.kubernetes.jobs import rendering
+        from outlast.kubernetes.jobs import parcel
         from outlast.kubernetes.manifests.dataset_job import Download
 
-        pod_image = image or rendering.operator_image()
+        pod_image = image or parcel.operator_image()
         request = Download(name, dataset.directory, to or "", claim or "", pod_image, tuple(secret or ()))
         _in_pod(find_job.cluster(ctx, namespace, context), request, context)
         return

@@ -75,7 +75,7 @@ def submit(
     from outlast.job import spec
     from outlast.job.spec import unused_fields
     from outlast.kubernetes import manifests
-    from outlast.kubernetes.jobs import rendering
+    from outlast.kubernetes.jobs.parcel import rendered
 
     changes = [*(set_ or ()), *([f"image={image}"] if image else [])]
     job = overrides.load(file, ctx.args, module=module, workers=workers, name=name, set_=changes)
@@ -95,7 +95,7 @@ def submit(
     for sentence in (*script.misplaced(ctx, file), *unused_fields.anywhere(job), *manifests.warnings(job, topology)):
         terminal.say(f"{title}: {sentence}")
     if dry_run:
-        with rendering.rendered(job, topology, source=source, namespace=place.cluster.namespace) as (made, parcel):
+        with rendered(job, topology, source=source, namespace=place.cluster.namespace) as (made, parcel):
             if parcel.sentence:
                 terminal.say(parcel.sentence)
         for sentence in place.submission.make_room(title, made, fresh=fresh, dry_run=True):

@@ -12,7 +12,7 @@ from outlast.job.contract import Label
 from outlast.job.logs import LogLine
 from outlast.kubernetes import api, manifests
 from outlast.kubernetes.api import apply_documents, dropins, kinds, pod_status, workload_template
-from outlast.kubernetes.jobs import job_status, rendering
+from outlast.kubernetes.jobs import job_status, parcel
 from outlast.kubernetes.jobs import logs as podlogs
 from outlast.kubernetes.jobs.job_documents import Workloads, has_claim, job_name, workload_in
 from outlast.kubernetes.manifests import evaluation_job, worker_pod
@@ -77,4 +77,4 @@ def _template(workloads: Workloads, workload: Document) -> Document:
 def _agent_image(pods: Sequence[Document]) -> str:
     """Return the image from which the job's pods have copied Outlast: the operator's, which only the operator knows."""
     containers = [each for pod in pods for each in pod["spec"].get("initContainers") or ()]
-    return next((str(each["image"]) for each in containers if each["name"] == worker_pod.AGENT), rendering.operator_image())
+    return next((str(each["image"]) for each in containers if each["name"] == worker_pod.AGENT), parcel.operator_image())

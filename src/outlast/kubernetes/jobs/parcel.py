@@ -1,8 +1,7 @@
-"""Ships a job's code to its pods: through a ConfigMap if the code is small, else through the store that the job writes to.
+"""Renders a job with its code, which travels in a ConfigMap if it is small, else through the store that the job writes to.
 
-    with pack(job, excluded=[job_file]) as parcel:
+    with rendered(job, topology, source=job_file, namespace=None) as (documents, parcel):
         parcel.upload()                                                  only if the code goes to a store
-        documents = manifests.render(parcel.job, topology, code=parcel.code)
 
 Only `upload` writes to a store. A job whose code is in a store, in the image or on a volume is left unchanged. Archives are named
 after their SHA-256, so that the same archive is not shipped twice.
@@ -12,21 +11,21 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 import tempfile
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 from outlast.base import units
-from outlast.base.errors import OutlastError
+from outlast.base.errors import InvalidJob, OutlastError
 from outlast.job import spec
-from outlast.job.contract import Pod
+from outlast.job.contract import Env, Pod
 from outlast.job.shipping import archives, code_files
+from outlast.kubernetes import manifests
 from outlast.kubernetes.manifests import volumes
 from outlast.kubernetes.manifests.names import Names
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
+from outlast.kubernetes.manifests.render_request import OPERATOR_IMAGE
 
 CONFIG_MAP_BYTES = 700 << 10
 """Maximum archive size in a ConfigMap, which holds 1 MiB. Base64 adds a third."""
@@ -65,6 +64,47 @@ class Parcel:
                 return False
         place.upload(self.archive, key)
         return True
+
+
+@contextlib.contextmanager
+def rendered(
+    job: spec.Job,
+    topology: str,
+    *,
+    source: Path,
+    namespace: str | None,
+    run: str | None = None,
+    fresh: bool = False,
+    room: int | None = None,
+) -> Iterator[tuple[list[dict[str, Any]], Parcel]]:
+    """Yield a job's documents, in the order to apply them, and its code, which must be uploaded first. `run` and `fresh` are
+    passed to `manifests.render`, and `room` is the maximum size of code in a ConfigMap, in bytes. Raises InvalidJob with the job
+    file's name."""
+    with pack(job, excluded=[source], limit=room or CONFIG_MAP_BYTES) as parcel:
+        files = _texts(volumes.files(parcel.job.spec))
+        try:
+            packed = parcel.job.in_namespace(namespace)
+            made = manifests.render(
+                packed, topology, run=run, files=files, code=parcel.code, fresh=fresh, agent_image=operator_image()
+            )
+        except InvalidJob as error:
+            raise InvalidJob(error.problems, source=str(source)) from error
+        yield made, parcel
+
+
+def operator_image() -> str:
+    """Return the operator's image, which has no torch. Pods whose own image has no Outlast copy it from there."""
+    return os.environ.get(Env.OPERATOR_IMAGE) or OPERATOR_IMAGE
+
+
+def _texts(paths: Sequence[str]) -> dict[str, str]:
+    contents = {}
+    for path in paths:
+        try:
+            contents[path] = Path(path).read_text()
+        except OSError as error:
+            raise OutlastError(f"{path} cannot be read: {error.strerror}; correct the path") from error
+    return contents
 
 
 @contextlib.contextmanager

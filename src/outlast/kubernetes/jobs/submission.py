@@ -96,10 +96,10 @@ class Submission:
 
     def _documents(self, job: Job, source: Path, run: str | None = None, *, fresh: bool = False) -> list[Document]:
         """Return a job's documents. If there is a run, they are to be applied, and the code is uploaded."""
-        from outlast.kubernetes.jobs import rendering
+        from outlast.kubernetes.jobs.parcel import rendered
 
         namespace = self.cluster.namespace
-        with rendering.rendered(job, self.topology, source=source, namespace=namespace, run=run, fresh=fresh) as (made, parcel):
+        with rendered(job, self.topology, source=source, namespace=namespace, run=run, fresh=fresh) as (made, parcel):
             if run is not None:
                 if parcel.sentence:
                     self.say(parcel.sentence)
