@@ -53,7 +53,10 @@ def looks_whole(directory: Path) -> bool:
     return (directory / dataset_directory.MARKER).exists()
 
 
-def test_a_download_that_was_killed_goes_on_where_it_was(web: Web, start: Start, tmp_path: Path) -> None:
+@pytest.mark.parametrize("by", [signal.SIGKILL, signal.SIGINT])
+def test_a_download_that_was_killed_or_interrupted_goes_on_where_it_was(
+    web: Web, start: Start, tmp_path: Path, by: signal.Signals
+) -> None:
     url = f"{web.put('set.tar.gz', ARCHIVE)}#sha256={hashlib.sha256(ARCHIVE).hexdigest()}"
     web.fault = lambda request: Fault(rate=100_000)
     process = start(url, "--to", "to")
@@ -61,10 +64,12 @@ def test_a_download_that_was_killed_goes_on_where_it_was(web: Web, start: Start,
     while not (content.exists() and content.stat().st_size):
         assert process.poll() is None
         time.sleep(0.05)
-    process.kill()
-    process.communicate()
+    process.send_signal(by)
+    code, _, err = ended(process)
+    if by == signal.SIGINT:
+        assert code == 130
+        assert err.endswith("stopped; the same command goes on from here\n")
     assert dataset_directory.incomplete(tmp_path / "to")
-    assert not looks_whole(tmp_path / "to")
     web.fault = lambda request: None
     code, out, err = ended(start(url, "--to", "to"))
     assert (code, out) == (0, f"got {url.partition('#')[0]}: 300 files, 1.4 MiB in to\n"), err
@@ -72,18 +77,6 @@ def test_a_download_that_was_killed_goes_on_where_it_was(web: Web, start: Start,
     assert tree(tmp_path / "to") == FILES
     assert web.requests[-1].range
     assert web.requests[-1].range[0] > 0
-
-
-def test_what_is_interrupted_by_hand_says_how_to_go_on(web: Web, start: Start, tmp_path: Path) -> None:
-    url = web.put("set.tar.gz", ARCHIVE)
-    web.fault = lambda request: Fault(rate=100_000)
-    process = start(url, "--to", "to")
-    assert web.slowed.wait(60)
-    process.send_signal(signal.SIGINT)
-    code, _, err = ended(process)
-    assert code == 130
-    assert err.endswith("stopped; the same command goes on from here\n")
-    assert not looks_whole(tmp_path / "to")
 
 
 def test_a_dataset_goes_to_a_store_with_its_marker_last(
