@@ -266,7 +266,7 @@ def test_a_peer_hears_that_its_replica_is_awaited_while_memory_is_allocated(
     workers: Workers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It gives up after some seconds of silence."""
-    monkeypatch.setattr("outlast.storage.snapshots.memory_files._PIECE", TOTAL // 2)
+    monkeypatch.setattr("outlast.storage.snapshots.rooms._PIECE", TOTAL // 2)
     workers.agent(0)
     there = workers.agent(1)
     connection = agent_messages.connect(there.address, KEY.encode())

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 from outlast.job.contract import Env
-from outlast.storage.snapshots import data_port, memory_files, part_format, replicas
+from outlast.storage.snapshots import data_port, part_format, replicas, rooms
 
 GI = 1 << 30
 
 
-def a_machine(directory: Path, *, total: int, free: int, cgroup: str, files: dict[str, str]) -> memory_files.Machine:
+def a_machine(directory: Path, *, total: int, free: int, cgroup: str, files: dict[str, str]) -> rooms.Machine:
     """A machine whose kernel says this; `files` are below /sys/fs/cgroup."""
     proc, cgroups = directory / "proc", directory / "cgroup"
     (proc / "self").mkdir(parents=True)
@@ -25,7 +25,7 @@ def a_machine(directory: Path, *, total: int, free: int, cgroup: str, files: dic
     for name, text in files.items():
         (cgroups / name).parent.mkdir(parents=True, exist_ok=True)
         (cgroups / name).write_text(text)
-    return memory_files.Machine(proc, cgroups)
+    return rooms.Machine(proc, cgroups)
 
 
 V2 = {
@@ -87,7 +87,7 @@ def test_workers_of_one_machine_share_its_memory(tmp_path: Path) -> None:
 
 
 def test_a_file_in_memory_cannot_shrink_below_whoever_maps_it() -> None:
-    file = memory_files.File(10_000)
+    file = rooms.File(10_000)
     with pytest.raises(PermissionError):
         os.ftruncate(file.fd, 100)
     assert os.stat(file.fd).st_blocks * 512 >= part_format.PAGE + 10_000, "it is not touched"

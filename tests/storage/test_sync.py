@@ -27,13 +27,13 @@ from hypothesis import strategies as some
 
 import faults
 from faults import Proxy
-from outlast.base import crc32
+from outlast.base import crc32, file_locks
 from outlast.base.errors import AlreadyRunning, Changed, Denied, Missing, NoBucket, NotFound, OutlastError, Stopped
 from outlast.cli import transfer_progress
 from outlast.cli.data import sync as command
 from outlast.storage import store
 from outlast.storage.store import Store
-from outlast.storage.sync import index, local_state, push_and_pull, transfer
+from outlast.storage.sync import index, push_and_pull, transfer
 from outlast.storage.sync.index import Object, Seen, Stat, Verdict
 from outlast.storage.sync.push_and_pull import Options, pull, push
 from servers import Place
@@ -671,7 +671,9 @@ def test_what_arrived_before_a_stop_is_not_transferred_again(moto_proxy: Proxy, 
 
 def test_one_state_is_used_by_one_process(memory: Store, tmp_path: Path) -> None:
     source = a_tree(tmp_path / "source", {"a": b"1"})
-    with local_state.opened(tmp_path / "push", "x/y"), pytest.raises(AlreadyRunning, match="another process syncs this"):
+    lock = tmp_path / "push.lock"
+    lock.touch()
+    with file_locks.attempted(lock), pytest.raises(AlreadyRunning, match="another process syncs this"):
         push(source, memory, tmp_path / "push")
     assert counts(push(source, memory, tmp_path / "push")) == (1, 0, 0)
 
