@@ -359,19 +359,6 @@ def nobody(rclone: Place, monkeypatch: pytest.MonkeyPatch) -> Place:
     return rclone
 
 
-def works(place: Place) -> None:
-    """Both libraries are who they should be."""
-    there = store.open_(place.url)
-    there.put("x", b"1")
-    assert there._root.access is not None
-    assert there._root.access.client.get_object(Bucket=place.bucket, Key="x")["Body"].read() == b"1"
-
-
-def config(monkeypatch: pytest.MonkeyPatch, path: Path, text: str) -> None:
-    path.write_text(text)
-    monkeypatch.setenv("AWS_CONFIG_FILE", str(path))
-
-
 def test_nobody_is_told_where_we_looked(nobody: Place) -> None:
     assert refusal(lambda: store.open_(nobody.url), Denied) == (
         "no credentials for S3: neither AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, nor a profile in ~/.aws, nor a web"
@@ -382,13 +369,16 @@ def test_nobody_is_told_where_we_looked(nobody: Place) -> None:
 def test_a_profile_says_who_and_where(nobody: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("AWS_ENDPOINT_URL")
     monkeypatch.setenv("AWS_PROFILE", "lab")
-    config(
-        monkeypatch,
-        tmp_path / "config",
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
+    (tmp_path / "config").write_text(
         f"[profile lab]\nregion = {REGION}\naws_access_key_id = {KEY}\naws_secret_access_key = {SECRET}\nservices = here\n"
-        f"[services here]\ns3 =\n  endpoint_url = {nobody.server.endpoint}\n",
+        f"[services here]\ns3 =\n  endpoint_url = {nobody.server.endpoint}\n"
     )
-    works(nobody)
+    there = store.open_(nobody.url)
+    there.put("x", b"1")
+    assert there._root.access is not None
+    client_of_botocore = there._root.access.client
+    assert client_of_botocore.get_object(Bucket=nobody.bucket, Key="x")["Body"].read() == b"1"
 
 
 def test_a_profile_that_is_not_there_is_said(nobody: Place, monkeypatch: pytest.MonkeyPatch) -> None:
