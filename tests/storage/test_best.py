@@ -58,7 +58,7 @@ def written(directory: Path, step: int, value: float | None, *, generation: int 
 @st.composite
 def histories(draw: st.DrawFn) -> list[Place]:
     numbers = draw(st.lists(st.integers(1, 12), unique=True, max_size=9))
-    return [at(step, draw(METRICS), draw(st.sampled_from([1, 1, 1, 2]))) for step in numbers]
+    return [at(step, draw(METRICS), draw(st.sampled_from([1, 1, 1, 2, 3]))) for step in numbers]
 
 
 @given(histories(), st.integers(-1, 4), st.integers(0, 3))
@@ -70,6 +70,9 @@ def test_the_newest_and_the_best_stay_and_nothing_else_that_counts(found: list[P
     assert not set(steps(gone)) & set(steps(stays))
     assert len(valid) <= max(2, keep) or set(steps(valid)) - set(steps(gone)) == set(steps(stays))
     left = [place for place in found if place not in gone]
+    now = Latest(RUN, 4, tuple(sorted(found)))
+    assert set(now.places[-2:]) <= set(left), "the last two stay"
+    assert all(register_rules.obsolete(now, place) for place in gone), "they can never be added again"
     assert rule.expired(left) == []
     assert rule.best_of(left) == rule.best_of(found)
 
