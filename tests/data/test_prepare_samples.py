@@ -18,6 +18,7 @@ from PIL import Image
 from outlast.base.errors import OutlastError
 from outlast.data import cifar, shard_format
 from outlast.data.prepare import images, jsonl, tokenizer, video, work_units
+from sparks import CASES
 from texts import digests
 
 
@@ -51,23 +52,40 @@ def bad(call: Callable[[], Any], tmp_path: Path) -> str:
     return str(refused.value).replace(str(tmp_path), "TMP")
 
 
+# ---- every kind
+
+
 class Killed(Exception):
     """Stands for SIGKILL."""
 
 
-def continued(prepare: Callable[..., Any], tmp_path: Path, processes: int) -> None:
-    """Check that several processes, and a run that was cut off, make the bytes of one process."""
-    prepare(request(tmp_path, "whole"))
+@pytest.mark.parametrize(
+    "share", [0.4, *(pytest.param(n / 10, marks=pytest.mark.slow) for n in (0, 1, 2, 3, 5, 6, 7, 8, 9, 9.9))]
+)
+@pytest.mark.parametrize("case", CASES)
+def test_a_run_that_ends_anywhere_is_continued_by_several_processes_and_the_bytes_are_the_same(
+    tmp_path: Path, case: str, share: float
+) -> None:
+    (tmp_path / "source").mkdir()
+    CASES[case].write(tmp_path / "source")
+    stages: list[str] = []
+    CASES[case].prepare(request(tmp_path, "whole", unit=600, progress=lambda stage, done, total: stages.append(stage)))
+    last, calls = int(len(stages) * share), list[tuple[str, int]]()
 
     def progress(stage: str, done: int, total: int) -> None:
-        if done:
+        calls.append((stage, done))
+        if len(calls) == last + 1:
             raise Killed
 
     with pytest.raises(Killed):
-        prepare(request(tmp_path, "cut", progress=progress))
-    prepare(request(tmp_path, "cut", processes=processes))
+        CASES[case].prepare(request(tmp_path, "cut", unit=600, progress=progress))
+    assert not (tmp_path / "cut" / "manifest.json").exists()
+    CASES[case].prepare(request(tmp_path, "cut", unit=600, processes=2, progress=progress))
     assert digests(tmp_path / "whole") == digests(tmp_path / "cut")
     assert len(digests(tmp_path / "whole")) > 3
+    stage, done = calls[last]
+    first = next(each for name, each in calls[last + 1 :] if name == stage)
+    assert first >= done or stage == "put together", "units that were done are not done again"
 
 
 # ---- images
@@ -95,12 +113,6 @@ def test_a_directory_per_class_becomes_pixels_and_labels(tmp_path: Path) -> None
     assert max(shard.samples for shard in made.parts["train"].shards) == 600 // (6 * 8 * 3)
     assert [int(row["label"]) for row in found] != sorted(int(row["label"]) for row in found), "classes are mixed"
     assert shard_format.verify(made, shard_format.Local(tmp_path / "out")) == []
-
-
-@pytest.mark.parametrize("processes", [pytest.param(1, marks=pytest.mark.slow), 2])
-def test_images_do_not_depend_on_processes_or_kills(tmp_path: Path, processes: int) -> None:
-    some_images(tmp_path / "source")
-    continued(lambda request: images.prepare(request, images.Settings(size=4, shard_size=200)), tmp_path, processes)
 
 
 def test_images_are_resized_by_the_shorter_side_and_cut_in_the_centre(tmp_path: Path) -> None:
@@ -224,16 +236,6 @@ def test_records_become_tokens_and_what_is_not_learned_is_masked(tmp_path: Path)
     assert special == [user, assistant], "the role in the text of the user stays text"
 
 
-@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_records_do_not_depend_on_processes_or_kills(tmp_path: Path, processes: int) -> None:
-    some_records(tmp_path / "source", 60)
-    path = tmp_path / "tokenizer.json"
-    path.write_text(tokenizer.of_characters(map(chr, range(10, 127))))
-    continued(
-        lambda request: jsonl.prepare(request, jsonl.Settings(str(path), shard_size=900, separator="")), tmp_path, processes
-    )
-
-
 def test_long_samples_are_cut_and_counted(tmp_path: Path) -> None:
     some_records(tmp_path / "source")
     made = jsonl.prepare(request(tmp_path), jsonl.Settings(vocab_size=300, val=0, max_length=8))
@@ -244,7 +246,6 @@ def test_long_samples_are_cut_and_counted(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("record", "reason"),
     [
-        ("{", "a.jsonl, line 31 is not JSON: "),
         ('{"a": 1}', "a.jsonl, line 31 has none of prompt and completion, messages, text; it has a"),
         ('{"prompt": "a"}', "a.jsonl, line 31 has no completion; each record needs a text there"),
         ('{"messages": []}', "a.jsonl, line 31 has messages that are no list of objects with role and content"),
@@ -309,15 +310,6 @@ def test_a_silent_and_a_short_video_are_filled(tmp_path: Path) -> None:
     np.testing.assert_allclose(row["video"].mean(axis=(1, 2, 3)), [0, 5, 10, 15] + [20] * 12, atol=2)
     assert not row["audio"].any()
     assert made.source["silent"] == 1
-
-
-@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_videos_do_not_depend_on_processes_or_kills(tmp_path: Path, processes: int) -> None:
-    for i in range(3):
-        a_video(tmp_path / "source" / f"class{i}" / "a.mkv", 0.3)
-    settings = video.Settings(size=16, clips=2, shard_size=200_000)
-    continued(lambda request: video.prepare(request, settings), tmp_path, processes)
-    assert len(rows(tmp_path / "whole", "train") + rows(tmp_path / "whole", "val")) == 6
 
 
 @pytest.mark.parametrize(

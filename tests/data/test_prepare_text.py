@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import functools
 import json
 import os
 import random
@@ -122,20 +121,6 @@ def test_each_document_is_in_one_part_and_is_followed_by_the_separator(tmp_path:
     assert made.source["files"] == 12
 
 
-@pytest.mark.parametrize(
-    ("which", "processes"), [("char", 2), ("bpe", 3), *(pytest.param("bpe", n, marks=pytest.mark.slow) for n in (2, 4, 7))]
-)
-def test_the_bytes_are_the_same_for_any_number_of_processes(tmp_path: Path, which: str, processes: int) -> None:
-    source = a_source(tmp_path / "source")
-    (source / "records.jsonl").write_text("".join(json.dumps({"text": some_text(i)}) + "\n" for i in range(20)))
-    made = []
-    for n in (1, processes):
-        to = tmp_path / f"out{n}"
-        prepare(source, to, Settings(which, vocab_size=300 if which == "bpe" else None), processes=n, unit=20_000)
-        made.append(digests(to))
-    assert made[0] == made[1]
-
-
 def test_shards_are_the_one_file_cut_in_pieces(tmp_path: Path) -> None:
     source = a_source(tmp_path / "source")
     prepare(source, tmp_path / "one", Settings("char"))
@@ -172,35 +157,6 @@ def test_a_large_document_in_many_units_has_the_tokens_of_the_whole(tmp_path: Pa
 
 class Killed(Exception):
     """Stands for SIGKILL."""
-
-
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A source, and beside it what is prepared of it in one go."""
-    directory = tmp_path_factory.mktemp("whole")
-    prepare(a_source(directory / "source"), directory / "whole", Settings("char", shard_size=2000))
-    return directory
-
-
-@pytest.mark.parametrize(
-    "after", [pytest.param(after, marks=[pytest.mark.slow] if after % 28 else []) for after in range(0, 60, 7)]
-)
-def test_a_run_that_ends_anywhere_is_continued_and_the_bytes_are_the_same(tmp_path: Path, whole: Path, after: int) -> None:
-    calls: list[int] = []
-
-    def progress(stage: str, done: int, total: int) -> None:
-        calls.append(done)
-        if len(calls) == after + 1:
-            raise Killed
-
-    again = functools.partial(prepare, whole / "source", tmp_path / "out", Settings("char", shard_size=2000), progress=progress)
-    with pytest.raises(Killed):
-        again()
-    assert not (tmp_path / "out" / "manifest.json").exists()
-    again()
-    assert digests(tmp_path / "out") == digests(whole / "whole")
-    if after > 5:
-        assert calls[after + 1] > 0, "units that were done are not done again"
 
 
 def test_a_killed_command_continues_and_its_processes_end_with_it(tmp_path: Path) -> None:

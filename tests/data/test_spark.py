@@ -60,7 +60,6 @@ def test_under_spark_submit_master_and_configuration_are_those_of_the_submission
         ("local", (), "local[1,4]"),
         ("local[2]", ["spark.task.maxFailures=1"], "local[2,1]"),
         ("local[3,9]", (), "local[3,9]"),
-        ("local-cluster[2,1,1024]", (), "local-cluster[2,1,1024]"),
         ("spark://a:7077,b:7077", (), "spark://a:7077,b:7077"),
     ],
 )

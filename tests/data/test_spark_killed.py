@@ -198,19 +198,9 @@ def test_ctrl_c_ends_it_soon(tmp_path: Path) -> None:
     gone(everybody)
 
 
-@pytest.mark.parametrize(
-    ("options", "reason"),
-    [
-        (("--conf", "spark.executor.memory=lots"), "Executor memory must be a positive number"),
-        (("--conf", "spark.driver.memory=lots"), "Invalid maximum heap size: -Xmxlots"),
-        (("--master", "local[many]"), "Could not parse Master URL: 'local[many,4]'"),
-        (("--conf", "spark.pyspark.python=/nowhere/python"), "Cannot run program "),
-    ],
-)
-def test_what_spark_refuses_is_one_sentence(options: tuple[str, ...], reason: str, tmp_path: Path) -> None:
-    command = Command(tmp_path)
-    process = command.start(*options)
+def test_what_spark_refuses_is_one_sentence(tmp_path: Path) -> None:
+    process = Command(tmp_path).start("--master", "local[many]")
     out, err = process.communicate(timeout=600)
     assert (process.returncode, out) == (2, "")
     assert err.splitlines()[-1].startswith("Error: Spark gave up: ")
-    assert reason in err
+    assert "Could not parse Master URL: 'local[many,4]'" in err

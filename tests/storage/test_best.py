@@ -23,7 +23,7 @@ from outlast.job.contract import Env
 from outlast.job.spec import Checkpoint as Spec
 from outlast.recipes.shared import evaluation
 from outlast.storage import checkpoints, runs
-from outlast.storage.checkpoints import fetch_newest, in_store, on_disk, register, register_rules, retention
+from outlast.storage.checkpoints import both_places, in_store, on_disk, register, register_rules, retention
 from outlast.storage.checkpoints.register_rules import Latest, Place
 from outlast.storage.checkpoints.retention import Metric, Retention
 from outlast.storage.store import Store
@@ -58,7 +58,7 @@ def written(directory: Path, step: int, value: float | None, *, generation: int 
 @st.composite
 def histories(draw: st.DrawFn) -> list[Place]:
     numbers = draw(st.lists(st.integers(1, 12), unique=True, max_size=9))
-    return [at(step, draw(METRICS), draw(st.sampled_from([1, 1, 1, 2]))) for step in numbers]
+    return [at(step, draw(METRICS), draw(st.sampled_from([1, 1, 1, 2, 3]))) for step in numbers]
 
 
 @given(histories(), st.integers(-1, 4), st.integers(0, 3))
@@ -70,6 +70,9 @@ def test_the_newest_and_the_best_stay_and_nothing_else_that_counts(found: list[P
     assert not set(steps(gone)) & set(steps(stays))
     assert len(valid) <= max(2, keep) or set(steps(valid)) - set(steps(gone)) == set(steps(stays))
     left = [place for place in found if place not in gone]
+    now = Latest(RUN, 4, tuple(sorted(found)))
+    assert set(now.places[-2:]) <= set(left), "the last two stay"
+    assert all(register_rules.obsolete(now, place) for place in gone), "they can never be added again"
     assert rule.expired(left) == []
     assert rule.best_of(left) == rule.best_of(found)
 
@@ -274,20 +277,20 @@ def test_the_best_is_fetched_to_be_evaluated(memory: Store, tmp_path: Path, caps
     pushed(memory, tmp_path / "away", 0.1, 0.4, 0.3)
     here = tmp_path / contract.CHECKPOINTS
     written(here, 3, 0.3)
-    assert fetch_newest.evaluated(tmp_path, memory, RUN, ["--batch=3"]) == ["--batch=3"]
-    assert fetch_newest.evaluated(tmp_path, memory, RUN, ["--checkpoint=best", "--batch=3"]) == ["--batch=3", "--checkpoint=1"]
+    assert both_places.evaluated(tmp_path, memory, RUN, ["--batch=3"]) == ["--batch=3"]
+    assert both_places.evaluated(tmp_path, memory, RUN, ["--checkpoint=best", "--batch=3"]) == ["--batch=3", "--checkpoint=1"]
     assert capsys.readouterr().err == f"outlast | fetching the checkpoint of step 1 (1 B) from {memory.url}\n"
     assert evaluation.checkpoint(tmp_path, "1") == evaluation.checkpoint(tmp_path, "best") == here / contract.checkpoint_name(1)
     assert evaluation.checkpoint(tmp_path) == here / contract.checkpoint_name(3)
     for run in (RUN, "of-a-later-file"):
-        assert fetch_newest.evaluated(tmp_path, None, run, ["--checkpoint=best"]) == ["--checkpoint=1"]
+        assert both_places.evaluated(tmp_path, None, run, ["--checkpoint=best"]) == ["--checkpoint=1"]
     (here / contract.checkpoint_name(1) / "a").write_bytes(b"?")
     with pytest.raises(NotFound, match=r"step-00000001 is damaged: a has crc32 \d+ instead of \d+; name another one with"):
         evaluation.checkpoint(tmp_path, "best")
-    assert fetch_newest.evaluated(tmp_path, memory, RUN, ["--checkpoint=best"]) == ["--checkpoint=1"], "it is fetched once more"
+    assert both_places.evaluated(tmp_path, memory, RUN, ["--checkpoint=best"]) == ["--checkpoint=1"], "it is fetched once more"
     assert evaluation.checkpoint(tmp_path, "best").name == contract.checkpoint_name(1)
     with pytest.raises(NotFound, match="no checkpoint of step 9; there are: 1, 2, 3"):
-        fetch_newest.evaluated(tmp_path, memory, RUN, ["--checkpoint=9"])
+        both_places.evaluated(tmp_path, memory, RUN, ["--checkpoint=9"])
 
 
 # The training

@@ -137,16 +137,6 @@ def test_a_replaced_generation_commits_nothing(tmp_path: Path):
         checkpoints.acquire(tmp_path, "r", 1)
 
 
-def test_another_start_of_a_generation_writes_nothing(tmp_path: Path):
-    checkpoints.acquire(tmp_path, "r", 2, first=True)
-    fence = (tmp_path / "FENCE").stat()
-    for first in (True, None):
-        assert checkpoints.acquire(tmp_path, "r", 2, first=first) == 2
-    assert (tmp_path / "FENCE").stat() == fence
-    checkpoints.acquire(tmp_path, "r", 2, first=False)
-    assert not checkpoints.first(tmp_path, "r"), "rank 0 is elsewhere now"
-
-
 def test_what_dead_attempts_and_generations_were_writing_goes_when_another_begins(tmp_path: Path):
     for generation in (1, 2, 3):
         checkpoints.saving(tmp_path, 10, generation).mkdir()
@@ -229,8 +219,7 @@ def test_of_two_valid_checkpoints_of_a_step_that_of_the_later_generation_counts(
     later = written(tmp_path, 10, generation=2, content=b"other")
     assert checkpoints.list_(tmp_path) == [later]
     with checkpoints.fetching(tmp_path, 10) as path:
-        said = checkpoints.Commit("r", 10, 1, 1, 5.0, {})
-        assert checkpoints.place(path, said) == later, "the store has an earlier one"
+        assert checkpoints.place(path, checkpoints.Commit("r", 10, 1, 1, 5.0, {})) == later, "the store has an earlier one"
     assert {path.name for path in tmp_path.iterdir()} == {"FENCE", ".lock", "step-00000010", "step-00000010.replaced-0"}
 
 
@@ -324,6 +313,17 @@ def test_what_is_being_fetched_is_not_swept_and_what_a_dead_fetcher_left_is(tmp_
     assert not path.exists()
 
 
+def fetched(directory: Path, *, instead: bool = False, **of: Any) -> Checkpoint:
+    """Place a fetched checkpoint of step 5 with the file that `written` writes."""
+    with checkpoints.fetching(directory, 5) as path:
+        (path / "a").write_bytes(b"weights")
+        said = checkpoints.Commit("r", 5, **{"generation": 1, "world_size": 2, "time": 5.0, **of}, files=FILES)
+        return checkpoints.place(path, said, instead=instead)
+
+
+FILES = {"a": {"size": 7, "crc32": 449999704}}
+
+
 def test_two_fetch_one_after_the_other(tmp_path: Path):
     inside, order = threading.Event(), []
 
@@ -337,10 +337,9 @@ def test_two_fetch_one_after_the_other(tmp_path: Path):
     with checkpoints.fetching(tmp_path, 5) as path:
         inside.set()
         (path / "a").write_bytes(b"weights")
-        said = checkpoints.Commit("r", 5, 1, 2, 5.0, {"a": {"size": 7, "crc32": 449999704}})
         thread.join(0.1)
         order.append(("first", True))
-        placed = checkpoints.place(path, said)
+        placed = checkpoints.place(path, checkpoints.Commit("r", 5, 1, 2, 5.0, FILES))
     thread.join()
     assert order == [("first", True), ("second", False)], "the second finds an empty directory: the first has placed its files"
     assert checkpoints.list_(tmp_path) == [placed]
@@ -349,19 +348,14 @@ def test_two_fetch_one_after_the_other(tmp_path: Path):
 
 def test_a_fetched_checkpoint_replaces_no_valid_one_of_its_generation(tmp_path: Path):
     ours = written(tmp_path, 5, generation=2)
-    said = checkpoints.Commit("r", 5, 2, 3, 9.0, {"a": {"size": 7, "crc32": 449999704}})
-
-    def placed() -> Checkpoint:
-        with checkpoints.fetching(tmp_path, 5) as path:
-            (path / "a").write_bytes(b"weights")
-            return checkpoints.place(path, said)
-
-    assert placed() == ours
+    assert fetched(tmp_path, generation=2, world_size=3) == ours
     assert not list(tmp_path.glob("*.fetching"))
     cut(ours.path / "a")
-    assert placed().world_size == 3
+    assert fetched(tmp_path, generation=2, world_size=3).world_size == 3
     assert checkpoints.verify(ours.path) is None
     assert (tmp_path / "step-00000005.replaced-0").exists()
+    assert fetched(tmp_path, generation=3, instead=True).generation == 3, "one that comes instead replaces a valid one"
+    assert checkpoints.read(tmp_path / "step-00000005.replaced-1").world_size == 3
 
 
 @pytest.mark.parametrize(
@@ -389,22 +383,18 @@ def test_a_directory_is_rank_0s_until_a_session_says_otherwise(tmp_path: Path):
     assert checkpoints.first(tmp_path, "r")
     (tmp_path / "FENCE").write_text('{"run": "r", "generation": 1}')
     assert checkpoints.first(tmp_path, "r")
+    checkpoints.acquire(tmp_path, "r", 2, first=True)
+    fence = (tmp_path / "FENCE").stat()
+    for first in (True, None):  # another start of the generation writes nothing
+        assert checkpoints.acquire(tmp_path, "r", 2, first=first) == 2
+    assert (tmp_path / "FENCE").stat() == fence
     checkpoints.acquire(tmp_path, "r", 2, first=False)
-    assert not checkpoints.first(tmp_path, "r")
+    assert not checkpoints.first(tmp_path, "r"), "rank 0 is elsewhere now"
     checkpoints.acquire(tmp_path, "r", 3)  # whoever decides the world takes the fence before there is one
     assert not checkpoints.first(tmp_path, "r")
     assert checkpoints.first(tmp_path, "another run")
     checkpoints.acquire(tmp_path, "another run", 1)
     assert checkpoints.first(tmp_path, "another run")
-
-
-def test_one_that_comes_instead_replaces_a_valid_checkpoint(tmp_path: Path):
-    ours = written(tmp_path, 10)
-    with checkpoints.fetching(tmp_path, 10) as path:
-        said = checkpoints.Commit("r", 10, 2, 1, 5.0, {})
-        checkpoints.place(path, said, instead=True)
-    assert checkpoints.read(ours.path) == said
-    assert (ours.path.with_name("step-00000010.replaced-0") / contract.COMMIT).exists()
 
 
 # What is saved and put back, by a world of one
@@ -481,8 +471,6 @@ def stepped(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 1) 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "plain sgd": functools.partial(torch.optim.SGD, lr=0.1),
     "momentum": functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9),
-    "dampening": functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, dampening=0.5),
-    "nesterov": functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, nesterov=True),
     "adamw": functools.partial(torch.optim.AdamW, lr=0.1),
     "amsgrad": functools.partial(torch.optim.Adam, lr=0.1, amsgrad=True),
     "rmsprop": functools.partial(torch.optim.RMSprop, lr=0.1, momentum=0.5, centered=True),

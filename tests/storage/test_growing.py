@@ -89,16 +89,6 @@ def test_a_file_that_cannot_be_read_or_that_the_store_refuses_keeps_no_other_fro
     assert sender.push(["logs/odd.log", LOG], GO) == len(b"odd\n")
 
 
-def test_parts_are_no_larger_than_can_be_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(growing_files, "PART", 1000)
-    place = a_place()
-    append(tmp_path / LOG, b"x" * 2500)
-    growing_files.Sender(place, tmp_path).push([LOG], GO)
-    assert [(part.start, part.size) for part in growing_files.parts(place, LOG)] == [(0, 1000), (1000, 1000), (2000, 500)]
-    assert growing_files.fetch(place, LOG, tmp_path / "fetched")
-    assert (tmp_path / "fetched").read_bytes() == b"x" * 2500
-
-
 def test_no_more_is_read_ahead_than_can_be_held():
     asked: list[int] = []
     with ThreadPoolExecutor(4) as pool:
@@ -269,6 +259,7 @@ def test_whatever_fails_the_store_has_the_file_and_no_byte_of_it_twice(acts, pat
                     here = file.read_bytes()
                     there = text(place, path)
                     assert there[: len(here)] == here if cuts else there == here
+        assert all(0 < each.size <= part for each in growing_files.parts(place, path))
         if not cuts and not disks:
             assert bytes_in(place) <= sum(len(b"%d," % n) for n in range(wrote))
 

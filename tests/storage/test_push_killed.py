@@ -19,7 +19,7 @@ import pytest
 import machines
 from outlast.job import contract
 from outlast.storage import checkpoints, store
-from outlast.storage.checkpoints import fetch_newest
+from outlast.storage.checkpoints import both_places
 from outlast.storage.sync import growing_files, push_and_pull
 from servers import Place
 
@@ -73,7 +73,7 @@ def restored(url: str, directory: Path) -> int:
     """The step that a machine without anything restores."""
     shutil.rmtree(directory, ignore_errors=True)
     directory.mkdir()
-    fetch_newest.restore(directory, store.open_(url), RUN, lambda _: None)
+    both_places.restore(directory, store.open_(url), RUN, lambda _: None)
     return newest(directory)
 
 

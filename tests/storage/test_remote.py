@@ -84,15 +84,6 @@ def registers(draw: st.DrawFn) -> Latest:
 places = st.builds(at, st.integers(1, 9), st.integers(1, 4))
 
 
-@given(registers(), st.integers(-1, 5))
-def test_the_last_two_stay_and_the_newest_that_count(now: Latest, keep: int):
-    gone = checkpoints.Retention(keep).expired(now.places)
-    left = now.without(gone)
-    assert set(now.places[-2:]) <= set(left.places)
-    assert set(retention.counted(now.places)[-max(2, keep) :]) <= set(left.places)
-    assert all(register_rules.obsolete(now, place) for place in gone)
-
-
 @given(registers(), places, st.lists(st.tuples(places, st.integers(0, 4)), max_size=8))
 def test_what_is_outlived_stays_so_whatever_happens(now: Latest, old: Place, happens: list[tuple[Place, int]]):
     """So its files may be deleted however late one comes to it."""

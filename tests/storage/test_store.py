@@ -78,32 +78,38 @@ def test_every_name_comes_back(url: str) -> None:
     assert place.names() == []
 
 
-def test_what_cannot_be_a_name_is_said(url: str) -> None:
-    place = store.open_(url)
-    attempts = (place.head, place.get, partial(place.put, data=b""), partial(place.copy, to="x"), partial(place.copy, "x"))
-    for key, why in {
-        "": "it is empty",
-        "/a": "a segment is empty",
-        "a/": "a segment is empty",
-        "a//b": "a segment is empty",
-        "a/../b": "a segment is `.` or `..`",
-        "./a": "a segment is `.` or `..`",
-        "a\nb": "it has the control character '\\n'",
-        "a\x7f": "it has the control character '\\x7f'",
-        "\udcff": "it is not valid Unicode",
-    }.items():
-        for attempt in attempts:
-            assert f" cannot be the name of an object: {why}" in refusal(partial(attempt, key))
+@pytest.mark.parametrize(
+    ("key", "scheme", "why"),
+    [
+        ("", "", "it is empty"),
+        *((key, "", "a segment is empty") for key in ("/a", "a/", "a//b")),
+        *((key, "", "a segment is `.` or `..`") for key in ("a/../b", "./a")),
+        ("a\nb", "", "it has the control character '\\n'"),
+        ("a\x7f", "", "it has the control character '\\x7f'"),
+        ("\udcff", "", "it is not valid Unicode"),
+        ("plot#1", "file", "file:// keeps names that end in # and digits"),
+        ("x" * 256, "file", "a segment is longer than 255 bytes"),
+        ("a\\b", "az", "Azure takes a backslash for a slash"),
+        *(("p/" + "ü" * 512, scheme, "it has 1,026 bytes, and 1,024 are allowed") for scheme in ("s3", "gs", "az")),
+        *((name, scheme, "") for name in (*NAMES, "plot#1") for scheme in ("s3", "gs")),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_a_name_is_said(key: str, scheme: str, why: str) -> None:
+    found = urls.impossible(key, scheme)
+    assert found.startswith(why)
+    assert bool(found) == bool(why)
 
 
-def test_names_that_only_some_stores_cannot_hold_are_said(tmp_path: Path, moto: Place) -> None:
-    for url, key, why in (
-        (f"file://{tmp_path}", "plot#1", "keeps names that end in # and digits"),
-        (f"file://{tmp_path}", "x" * 256, "a segment is longer than 255 bytes"),
-        (f"{moto.url}/p", "ü" * 512, "it has 1,026 bytes, and 1,024 are allowed"),
+def test_no_operation_takes_what_cannot_be_a_name(memory: store.Store) -> None:
+    for attempt in (
+        memory.head,
+        memory.get,
+        partial(memory.put, data=b""),
+        partial(memory.copy, to="x"),
+        partial(memory.copy, "x"),
     ):
-        assert why in refusal(partial(store.open_(url).put, key, b""))
-    store.open_(moto.url).put("plot#1", b"")
+        said = f"'{memory.url}/./a' cannot be the name of an object: a segment is `.` or `..`; rename it"
+        assert refusal(partial(attempt, "./a")) == said
 
 
 # URLs
@@ -113,17 +119,14 @@ def test_names_that_only_some_stores_cannot_hold_are_said(tmp_path: Path, moto: 
     ("url", "expected"),
     [
         ("s3://bucket", "s3://bucket"),
-        ("s3://bucket/", "s3://bucket"),
         ("s3://bucket//a/", "s3://bucket/a"),
         ("s3://bucket/./a/.//b///", "s3://bucket/a/b"),
         ("s3://bucket/a b/%20#?+", "s3://bucket/a b/%20#?+"),
         ("s3://My_Old.Bucket/x", "s3://My_Old.Bucket/x"),
         ("gs://b-1_c.d/x", "gs://b-1_c.d/x"),
         ("az://$root/x", "az://$root/x"),
-        ("memory://x", "memory://x"),
         ("memory://any name/y", "memory://any name/y"),
         ("file:///a//b/../c/", "file:///a/c"),
-        ("file:////a", "file:///a"),
         ("file:///", "file:///"),
         ("file://./runs", f"file://{os.getcwd()}/runs"),
         ("file://runs", f"file://{os.getcwd()}/runs"),
@@ -143,17 +146,13 @@ NO_BUCKET = "cannot be the name of a bucket; that is 3 to 63 of a-z, 0-9, `-` an
     ("url", "expected"),
     [
         ("", f"'' is no URL of a store; those begin with {KNOWN}"),
-        ("/data", f"'/data' is no URL of a store; those begin with {KNOWN}"),
         ("s3:bucket/x", "s3:bucket/x is no URL of a store; write s3://bucket/x"),
-        ("s3:/bucket/x", "s3:/bucket/x is no URL of a store; write s3://bucket/x"),
         ("ftp://host/x", f"ftp://host/x: there is no store ftp:// here; use one of {KNOWN}"),
         ("S3://bucket", f"S3://bucket: there is no store S3:// here; use one of {KNOWN}"),
-        ("s3://", "s3:// names no bucket; write s3://bucket/prefix"),
         ("s3:///a", "s3:///a names no bucket; write s3://bucket/prefix"),
         ("az:///a", "az:///a names no container; write az://container/prefix"),
         ("memory://", "memory:// names no name; write memory://name/prefix"),
         ("s3://b/x", f"s3://b/x: 'b' {NO_BUCKET}"),
-        ("s3://my bucket/x", f"s3://my bucket/x: 'my bucket' {NO_BUCKET}"),
         ("s3://user:key@host/x", f"s3://user:key@host/x: 'user:key@host' {NO_BUCKET}"),
         ("gs://Bucket", "gs://Bucket: 'Bucket' cannot be the name of a bucket; that is 3 to 63 of a-z, 0-9, `-`, `_` and `.`"),
         ("az://a--b", "az://a--b: 'a--b' cannot be the name of a container; that is 3 to 63 of a-z, 0-9 and single `-`"),
@@ -238,7 +237,7 @@ def test_long_listings_come_in_pages(url: str, monkeypatch: pytest.MonkeyPatch) 
     assert keys(place) == []
 
 
-def test_directories_that_consoles_make_are_no_objects(moto: Place) -> None:
+def test_directories_that_consoles_make_are_no_objects_and_an_object_that_cannot_be_a_file_is_named(moto: Place) -> None:
     for key in ("p/", "p/dir/", "p/dir/x", "p/empty", "p/dirx"):
         moto.server.client.put_object(Bucket=moto.bucket, Key=key, Body=b"")
     place = store.open_(f"{moto.url}/p")
@@ -246,9 +245,6 @@ def test_directories_that_consoles_make_are_no_objects(moto: Place) -> None:
     assert keys(store.open_(moto.url), "p/dir") == ["p/dir/x"]
     assert place.names() == ["dir", "dirx", "empty"]
     assert place.names("dir") == ["x"]
-
-
-def test_an_object_that_cannot_be_a_file_is_named(moto: Place) -> None:
     moto.server.client.put_object(Bucket=moto.bucket, Key="out//log", Body=b"")
     assert "out//log" in refusal(lambda: keys(store.open_(moto.url)))
 
@@ -304,32 +300,26 @@ def test_only_the_version_that_is_known_is_replaced(conditional: store.Store) ->
 # Large files
 
 
-def test_a_large_file_arrives_whatever_its_name_unless_it_is_stopped(url: str, file: Path, tmp_path: Path) -> None:
-    place, seen, stop = store.open_(url), list[int](), threading.Event()
+@pytest.mark.usefixtures("small_parts")
+def test_a_file_of_any_size_and_name_arrives_unless_it_is_stopped(url: str, tmp_path: Path) -> None:
+    place, journal, file, stop = store.open_(url), tmp_path / "journal", tmp_path / "file", threading.Event()
     stop.set()
-    for name in ("dir/a b/ü#%+&?'\"", "%2F"):
-        with pytest.raises(Stopped):
-            place.upload(file, name, journal=tmp_path / "journal", stop=stop)
-        assert name not in keys(place)
-        etag = place.upload(file, name, journal=tmp_path / "journal", progress=seen.append)
-        assert place.get(name) == file.read_bytes()
-        assert place.head(name).etag == etag
-        assert not (tmp_path / "journal").exists()
-    assert sum(seen) == 2 * file.stat().st_size
-
-
-def test_files_of_every_size_arrive(url: str, tmp_path: Path, small_parts: None) -> None:
-    place = store.open_(url)
-    for size in (0, 1, multipart.SMALL, multipart.SMALL + 1, 2 * multipart.PART):
+    sizes = (0, 1, multipart.SMALL, multipart.SMALL + 1, 2 * multipart.PART, multipart.PART + 2 * MIB + 1)
+    for name, size in zip(("0", "1", "2", "dir/a b/ü#%+&?'\"", "%2F", "x"), sizes, strict=True):
         seen: list[int] = []
-        (tmp_path / "file").write_bytes(os.urandom(size))
-        place.upload(tmp_path / "file", "x", progress=seen.append)
-        assert (place.head("x").size, sum(seen)) == (size, size)
-        assert place.get("x") == (tmp_path / "file").read_bytes()
+        file.write_bytes(os.urandom(size))
+        if size > multipart.SMALL:
+            with pytest.raises(Stopped):
+                place.upload(file, name, journal=journal, stop=stop)
+            assert name not in keys(place)
+        etag = place.upload(file, name, journal=journal, progress=seen.append)
+        assert place.read(name) == (file.read_bytes(), place.head(name))
+        assert (place.head(name).etag, place.head(name).size, sum(seen)) == (etag, size, size)
+        assert not journal.exists()
 
 
-def test_a_file_that_cannot_be_read_is_said(url: str, tmp_path: Path) -> None:
-    said = refusal(lambda: store.open_(url).upload(tmp_path / "gone", "x"))
+def test_a_file_that_cannot_be_read_is_said(memory: store.Store, tmp_path: Path) -> None:
+    said = refusal(lambda: memory.upload(tmp_path / "gone", "x"))
     assert said == f"{tmp_path}/gone cannot be read: No such file or directory"
 
 
@@ -369,19 +359,6 @@ def nobody(rclone: Place, monkeypatch: pytest.MonkeyPatch) -> Place:
     return rclone
 
 
-def works(place: Place) -> None:
-    """Both libraries are who they should be."""
-    there = store.open_(place.url)
-    there.put("x", b"1")
-    assert there._root.access is not None
-    assert there._root.access.client.get_object(Bucket=place.bucket, Key="x")["Body"].read() == b"1"
-
-
-def config(monkeypatch: pytest.MonkeyPatch, path: Path, text: str) -> None:
-    path.write_text(text)
-    monkeypatch.setenv("AWS_CONFIG_FILE", str(path))
-
-
 def test_nobody_is_told_where_we_looked(nobody: Place) -> None:
     assert refusal(lambda: store.open_(nobody.url), Denied) == (
         "no credentials for S3: neither AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, nor a profile in ~/.aws, nor a web"
@@ -392,13 +369,16 @@ def test_nobody_is_told_where_we_looked(nobody: Place) -> None:
 def test_a_profile_says_who_and_where(nobody: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("AWS_ENDPOINT_URL")
     monkeypatch.setenv("AWS_PROFILE", "lab")
-    config(
-        monkeypatch,
-        tmp_path / "config",
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
+    (tmp_path / "config").write_text(
         f"[profile lab]\nregion = {REGION}\naws_access_key_id = {KEY}\naws_secret_access_key = {SECRET}\nservices = here\n"
-        f"[services here]\ns3 =\n  endpoint_url = {nobody.server.endpoint}\n",
+        f"[services here]\ns3 =\n  endpoint_url = {nobody.server.endpoint}\n"
     )
-    works(nobody)
+    there = store.open_(nobody.url)
+    there.put("x", b"1")
+    assert there._root.access is not None
+    client_of_botocore = there._root.access.client
+    assert client_of_botocore.get_object(Bucket=nobody.bucket, Key="x")["Body"].read() == b"1"
 
 
 def test_a_profile_that_is_not_there_is_said(nobody: Place, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -333,7 +333,7 @@ class LocalBackend:
     def evaluate(self, name: str, args: Sequence[str], *, show: Callable[[LogLine], None] = lambda _: None) -> int:
         """Run the job's module with `--evaluate` in one process in this terminal."""
         from outlast.storage import store
-        from outlast.storage.checkpoints import fetch_newest
+        from outlast.storage.checkpoints import both_places
 
         state_dir = self._existing(name)
         job = spec.load(state_dir.job)
@@ -348,7 +348,7 @@ class LocalBackend:
             contract.Env.SHARED: str(state_dir.path),
         }
         environ |= substitution.values(job.spec.env, environ)
-        args = fetch_newest.evaluated(Path(run.output), store.open_(run.store) if run.store else None, run.run, args)
+        args = both_places.evaluated(Path(run.output), store.open_(run.store) if run.store else None, run.run, args)
         return phases.evaluate(job, environ, args, say=lambda text: print(f"outlast | {text}", file=sys.stderr, flush=True))
 
     # State directories

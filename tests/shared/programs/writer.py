@@ -15,11 +15,11 @@ from pathlib import Path
 
 from outlast.job import contract
 from outlast.storage import checkpoints, store
-from outlast.storage.checkpoints import fetch_newest
+from outlast.storage.checkpoints import both_places
 
 output, url, run, generation = Path(sys.argv[1]), sys.argv[2], sys.argv[3], int(sys.argv[4])
 directory = output / contract.CHECKPOINTS
-fetch_newest.restore(output, store.open_(url), run, lambda text: print(text, flush=True))
+both_places.restore(output, store.open_(url), run, lambda text: print(text, flush=True))
 checkpoints.acquire(directory, run, generation)
 newest = checkpoints.latest(checkpoints.list_(directory), run)
 step = newest.step if newest else 0

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from outlast.base.errors import OutlastError
 from outlast.data import shard_format
-from outlast.data.prepare import chat, column_shards, jsonl_lines, source_files, text, tokenizer, work_units
+from outlast.data.prepare import chat, column_shards, source_files, text, tokenizer, work_units
 from outlast.data.prepare.source_files import TRAIN, VAL, BadSource, Document, Unit
 
 SHARD = 8 << 20
@@ -122,19 +122,21 @@ def segments(record: dict[str, Any], file: BinaryIO, at: int) -> Segments:
     if "messages" in record:
         messages = record["messages"]
         if not isinstance(messages, list) or not messages or not all(isinstance(each, dict) for each in messages):
-            raise BadSource(f"{jsonl_lines.where(file, at)} has messages that are no list of objects with role and content")
+            raise BadSource(f"{source_files.where(file, at)} has messages that are no list of objects with role and content")
         made = []
         for each in messages:
-            role, content = (jsonl_lines.text(each.get(name), f"{name} in a message", file, at) for name in ("role", "content"))
+            role, content = (
+                source_files.text_of(each.get(name), f"{name} in a message", file, at) for name in ("role", "content")
+            )
             made.append((role, content, role == "assistant"))
         return made
     if "prompt" in record or "completion" in record:
-        prompt, completion = (jsonl_lines.text(record.get(name), name, file, at) for name in ("prompt", "completion"))
+        prompt, completion = (source_files.text_of(record.get(name), name, file, at) for name in ("prompt", "completion"))
         return [("", prompt, False), ("", completion, True)]
     if "text" in record:
-        return [("", jsonl_lines.text(record["text"], "text", file, at), True)]
+        return [("", source_files.text_of(record["text"], "text", file, at), True)]
     fields = ", ".join(list(record)[:5]) or "nothing"
-    raise BadSource(f"{jsonl_lines.where(file, at)} has none of prompt and completion, messages, text; it has {fields}")
+    raise BadSource(f"{source_files.where(file, at)} has none of prompt and completion, messages, text; it has {fields}")
 
 
 def _encoded(unit: Unit, reader: text.Reader, damaged: list[str], encode: Callable[[_Record], T]) -> Iterator[tuple[str, T]]:
@@ -144,13 +146,13 @@ def _encoded(unit: Unit, reader: text.Reader, damaged: list[str], encode: Callab
     """
     for piece in unit.pieces:
         with text.opened(reader, piece.document) as file:
-            for at, line in jsonl_lines.lines(file, piece):
+            for at, line in source_files.lines(file, piece):
                 try:
-                    record = jsonl_lines.parsed(line, file, at)
+                    record = source_files.record(line, file, at)
                     try:
                         made = encode((record, segments(record, file, at)))
                     except chat.Refused as refusal:
-                        raise BadSource(f"{jsonl_lines.where(file, at)} {refusal}") from refusal
+                        raise BadSource(f"{source_files.where(file, at)} {refusal}") from refusal
                 except BadSource as error:
                     if not reader.skip_damaged:
                         raise

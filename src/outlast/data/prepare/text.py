@@ -24,7 +24,7 @@ import numpy as np
 from outlast.base import files
 from outlast.base.errors import OutlastError
 from outlast.data import shard_format
-from outlast.data.prepare import jsonl_lines, source_files, tokenizer, work_units
+from outlast.data.prepare import source_files, tokenizer, work_units
 from outlast.data.prepare.source_files import TRAIN, VAL, BadSource, Document, File, Piece, Unit
 
 SAMPLE = 256 << 20
@@ -130,7 +130,7 @@ def _documents(
     place: work_units.Place, reader: Reader, settings: Settings, sources: Sequence[File]
 ) -> tuple[list[Unit], set[str] | None]:
     """Return the units to encode, and the set of characters in all documents (None if there was no survey)."""
-    plain = [file for file in sources if not file.name.endswith(jsonl_lines.SUFFIX)]
+    plain = [file for file in sources if not file.name.endswith(source_files.RECORDS)]
     part = source_files.parts(sources if len(plain) < len(sources) and source_files.named(sources) else plain, settings.val)
     documents = [Document(file.name, file.size, 0, file.size, part.get(file.name, "")) for file in sources]
     tail = len(sources) == len(plain) == 1 and settings.val > 0
@@ -178,7 +178,7 @@ def texts(unit: Unit, reader: Reader, damaged: list[str]) -> Iterator[tuple[str,
     for piece in unit.pieces:
         try:
             with opened(reader, piece.document) as file:
-                if piece.document.file.endswith(jsonl_lines.SUFFIX):
+                if piece.document.file.endswith(source_files.RECORDS):
                     yield from _records(file, piece, reader, damaged)
                 else:
                     begin = _cut(file, piece.document, piece.begin)
@@ -233,9 +233,9 @@ def _text(data: bytes, document: Document, begin: int) -> str:
 
 
 def _records(file: BinaryIO, piece: Piece, reader: Reader, damaged: list[str]) -> Iterator[tuple[str, str, bool]]:
-    for at, line in jsonl_lines.lines(file, piece):
+    for at, line in source_files.lines(file, piece):
         try:
-            text = jsonl_lines.text(jsonl_lines.parsed(line, file, at).get(reader.field), reader.field, file, at)
+            text = source_files.text_of(source_files.record(line, file, at).get(reader.field), reader.field, file, at)
         except BadSource as error:
             if not reader.skip_damaged:
                 raise

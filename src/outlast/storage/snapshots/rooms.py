@@ -2,19 +2,24 @@
 
 The newest complete snapshot is always kept, and memory holds at most two snapshots. Rooms are reused, because memory that has
 been touched causes no page faults. Parts of another run, of an earlier generation, or from processes that have ended are refused.
-A room is allocated outside the lock, because allocation takes a third of a second per GiB.
+A room is allocated outside the lock, because allocation takes a third of a second per GiB. A tenth of the machine's memory always
+stays free, because a worker without snapshots is better than one that is OOM-killed.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import fcntl
+import mmap
+import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+from outlast.base import machine_memory
 from outlast.base.errors import OutlastError
-from outlast.storage.snapshots import memory_files
+from outlast.storage.snapshots import budget, part_format
 from outlast.storage.snapshots.part_format import Damaged, Item, Part
 
 At = tuple[int, int]
@@ -109,7 +114,7 @@ class Room:
     size: int
     at: At
     replica: bool
-    file: memory_files.File = dataclasses.field(init=False)
+    file: File = dataclasses.field(init=False)
     users: int = 1
     """Number of readers and writers, plus one while the room is lent to a rank."""
     part: Part | None = None
@@ -203,7 +208,7 @@ class Rooms:
             if room.size > headroom:
                 short = f"{room.size / 1e6:.1f} MB are needed for snapshots, and {headroom / 1e6:.1f} MB can be taken"
                 raise Refused(f"{short}, if a tenth of the memory is to stay free; lower checkpoint.memory or use less elsewhere")
-            room.file = memory_files.File(room.size, alive)
+            room.file = File(room.size, alive)
         except BaseException as error:
             with self._lock:
                 del self._rooms[room.id]
@@ -303,3 +308,72 @@ def _free(rooms: Iterable[Room]) -> None:
     """Free the memory of rooms. This is slow: never call it while holding the lock."""
     for room in rooms:
         room.file.close()
+
+
+# ---- memory
+
+
+class Machine(machine_memory.Machine):
+    """The machine's memory, with a budget for snapshots."""
+
+    def budget(self, requested: budget.Requested, workers: int) -> budget.Budget:
+        """Return one worker's memory budget, if `workers` workers share this machine."""
+        machine = self.machine()
+        total, free = machine.get("MemTotal", 0), machine.get("MemAvailable", 0)
+        shared = total // workers, max(0, total // workers - free // workers)
+        limit, used = min([*self.groups(), shared])
+        return budget.budget(requested, limit, used, free // workers)
+
+
+_PIECE = 4 << 30
+"""Number of bytes allocated at a time, which takes about a second."""
+
+
+class File:
+    """An in-memory file for one part: a header page, `size` bytes of data, and later a tail.
+
+    The constructor allocates all pages, piece by piece, and calls `alive` between pieces. Raises OSError, and whatever `alive`
+    raises.
+    """
+
+    def __init__(self, size: int, alive: Callable[[], None] = lambda: None) -> None:
+        self.size = size
+        self.fd = os.memfd_create("outlast-snapshot", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            end = part_format.PAGE + size
+            os.posix_fallocate(self.fd, 0, min(_PIECE, end))
+            for at in range(_PIECE, end, _PIECE):
+                alive()
+                os.posix_fallocate(self.fd, at, min(_PIECE, end - at))
+            fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)  # so that processes that map it get no SIGBUS
+            self._whole = memoryview(mmap.mmap(self.fd, end))
+            self.data = self._whole[part_format.PAGE :]
+        except BaseException:
+            os.close(self.fd)
+            raise
+
+    @property
+    def torn(self) -> bool:
+        """True if the file holds no part, or a rank has begun to overwrite it."""
+        return not self._whole[0]
+
+    def clear(self) -> None:
+        os.pwrite(self.fd, bytes(part_format.PAGE), 0)
+
+    def finish(self, part: Part, tail: bytes) -> None:
+        """Write the tail and then the header, which makes the part valid."""
+        _write(self.fd, tail, part_format.PAGE + part.bytes)
+        _write(self.fd, part_format.header(part, len(tail)), 0)
+
+    def close(self) -> None:
+        """Close the file. The kernel frees its memory once no process maps it."""
+        self.data.release()
+        self._whole.release()
+        os.close(self.fd)
+
+
+def _write(fd: int, data: bytes, at: int) -> None:
+    rest = memoryview(data)
+    while rest:
+        written = os.pwrite(fd, rest, at)
+        rest, at = rest[written:], at + written

@@ -37,7 +37,7 @@ from outlast.base import unix_sockets
 from outlast.base.errors import OutlastError
 from outlast.job import contract, sealed_lines
 from outlast.job.contract import Env
-from outlast.storage.snapshots import agent_messages, data_port, memory_files, part_format, replicas, rooms
+from outlast.storage.snapshots import agent_messages, data_port, part_format, replicas, rooms
 from outlast.storage.snapshots.part_format import Item, Part
 from outlast.storage.snapshots.rooms import Refused, Room, Rooms
 
@@ -70,7 +70,7 @@ class Server:
     """
 
     def __init__(self, environ: Mapping[str, str], budget: int, restore: Query, newest: Query = lambda: None) -> None:
-        machine = memory_files.Machine()
+        machine = rooms.Machine()
         self.rooms = Rooms(environ[Env.RUN], budget, lambda: machine.headroom)
         self._environ, self.fetch, self.newest = environ, restore, newest
         self._key = sealed_lines.key(environ)

@@ -5,6 +5,10 @@ manifest and the local files that match it, so an unchanged tree of any size cos
 first, then the manifest, then the state. Therefore, whenever a process is killed, every object in the manifest exists, and every
 file that matches the state has been transferred. Changes by other writers are noticed at once if the manifest changes too, and
 otherwise once a day or with `check`.
+
+    state           files and objects (`index.State`), replaced as a whole
+    state.lock      held by the syncing process
+    state.uploads/  journals of large uploads (`Store.upload`)
 """
 
 from __future__ import annotations
@@ -19,10 +23,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 
-from outlast.base.errors import Changed, Denied, Missing, NoBucket, OutlastError, StoreError, Unreachable
+from outlast.base import file_locks, files
+from outlast.base.errors import AlreadyRunning, Changed, Denied, Missing, NoBucket, OutlastError, StoreError, Unreachable
 from outlast.storage.store import Store
-from outlast.storage.sync import index, local_state, thread_pool, transfer, tree
-from outlast.storage.sync.index import GRANULARITY_NS, Object, Seen, Stat, Verdict
+from outlast.storage.sync import index, thread_pool, transfer, tree
+from outlast.storage.sync.index import GRANULARITY_NS, Object, Seen, Stat, State, Verdict
 from outlast.storage.sync.transfer import Damaged, Download, Sent, receive, send
 
 __all__ = ["MANIFEST", "Options", "Progress", "Report", "Sent", "pull", "push", "receive", "send"]
@@ -97,7 +102,7 @@ def push(
     completed before an error are recorded.
     """
     skip = options.skip
-    with local_state.opened(state, f"{store.url}/{options.manifest}") as file:
+    with _opened(state, f"{store.url}/{options.manifest}") as file:
         began = time.time_ns()
         scan = tree.scan(str(source), skip=skip, own=options.manifest)
         if options.delete and not scan.files:
@@ -139,7 +144,7 @@ def pull(store: Store, target: Path, state: Path, options: Options = Options(), 
     replaced and not followed.
     """
     skip = options.skip
-    with local_state.opened(state, f"{store.url}/{options.manifest}") as file:
+    with _opened(state, f"{store.url}/{options.manifest}") as file:
         scan = tree.scan(str(target), skip=skip, own=options.manifest) if os.path.lexists(target) else tree.Scan()
         run = _Run(str(target), store, file, options)
         report, objects = run.report, run.load(options.check)
@@ -171,7 +176,7 @@ def pull(store: Store, target: Path, state: Path, options: Options = Options(), 
 
 
 class _Run:
-    def __init__(self, root: str, store: Store, file: local_state.StateFile, options: Options) -> None:
+    def __init__(self, root: str, store: Store, file: _StateFile, options: Options) -> None:
         self._root, self._store = root, store
         self._key, self._skip, self._progress, self._stop = options.manifest, options.skip, options.progress, options.stop
         self._file, self._state = file, file.state
@@ -206,11 +211,11 @@ class _Run:
             self._listed = self._dirty = True
         return state.objects
 
-    def compared(self, files: Mapping[str, Stat], paths: Iterable[str]) -> list[str]:
+    def compared(self, scanned: Mapping[str, Stat], paths: Iterable[str]) -> list[str]:
         seen, objects, clean_before = self._state.seen, self._state.objects, self._state.clean_before
         todo, doubtful = [], []
         for path in paths:
-            file, object = files.get(path), objects.get(path)
+            file, object = scanned.get(path), objects.get(path)
             if file is None or object is None:
                 todo.append(path)
                 continue
@@ -263,11 +268,11 @@ class _Run:
         report.planned = [*((verb, path) for path in sorted(todo)), *(("delete", path) for path in sorted(gone))]
         return report
 
-    def send(self, paths: list[str], files: Mapping[str, Stat]) -> None:
-        meter = _Meter(self._progress, len(paths), sum(files[path].size for path in paths))
+    def send(self, paths: list[str], scanned: Mapping[str, Stat]) -> None:
+        meter = _Meter(self._progress, len(paths), sum(scanned[path].size for path in paths))
         outcomes = transfer.uploads(
             self._store,
-            ((Path(self._root, path), path) for path in sorted(paths, key=lambda path: files[path].size)),
+            ((Path(self._root, path), path) for path in sorted(paths, key=lambda path: scanned[path].size)),
             journals=self._file.uploads,
             snapshots=True,
             progress=meter.moved,
@@ -416,3 +421,63 @@ class _Meter:
         if last or now - self._reported > _PROGRESS_S:
             self._reported = now
             self._progress(Progress(self.files, self._bytes, self._files_total, max(self._bytes, self._bytes_total)))
+
+
+_SAVE_S = 1.0
+"""Minimum seconds between saves during a sync. If the process is killed, transfers since the last save are repeated."""
+_SHARE = 20
+"""A save may take this fraction of the time: a large state is saved less often."""
+
+
+class _StateFile:
+    """The local state of a sync between one tree and one store. This process holds its lock."""
+
+    def __init__(self, path: Path, place: str) -> None:
+        self._path = path
+        self.uploads = path.with_name(f"{path.name}.uploads")
+        self.state = State(place)
+        with contextlib.suppress(FileNotFoundError, ValueError):
+            state = State.decode(path.read_bytes())
+            if state.place == place:
+                self.state = state
+        self._unsaved = False
+        self._due = time.monotonic() + _SAVE_S
+
+    def add(self, path: str, object: Object, seen: Seen) -> None:
+        """Record that a file and an object have the same content."""
+        self.state.objects[path], self.state.seen[path] = object, seen
+        self.state.fresh.add(path)
+        self._unsaved = True
+        if time.monotonic() > self._due:
+            self._write()
+
+    def save(self) -> None:
+        """Write the state of a sync that is complete."""
+        self.state.fresh.clear()
+        self._write()
+
+    def close(self) -> None:
+        if self._unsaved:
+            self._write()
+
+    def _write(self) -> None:
+        begun = time.monotonic()
+        files.replace(self._path, self.state.encode())
+        now = time.monotonic()
+        self._unsaved, self._due = False, now + max(_SAVE_S, _SHARE * (now - begun))
+
+
+@contextlib.contextmanager
+def _opened(path: Path, place: str) -> Iterator[_StateFile]:
+    """Open and lock the state at `path`. Raises AlreadyRunning if another process holds the lock."""
+    lock = path.with_name(f"{path.name}.lock")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lock.touch()
+    except OSError as error:
+        raise OutlastError(f"the notes of a sync cannot be kept in {path.parent}: {error.strerror}") from error
+    with file_locks.attempted(lock) as locked:
+        if not locked:
+            raise AlreadyRunning(f"another process syncs this with {place.rpartition('/')[0]} now ({lock}); wait for it")
+        with contextlib.closing(_StateFile(path, place)) as file:
+            yield file

@@ -286,10 +286,10 @@ class Agent:
         """Fetch the newest checkpoint in the store, if any. A thread of `snapshots` also calls this method."""
         if self._store:
             from outlast.storage import store
-            from outlast.storage.checkpoints import fetch_newest
+            from outlast.storage.checkpoints import both_places
 
             place, run = store.open_(self._store), self.environ[contract.Env.RUN]
-            fetch_newest.restore(self.output, place, run, self._preparation.say)
+            both_places.restore(self.output, place, run, self._preparation.say)
 
     def _newest(self) -> tuple[int, int] | None:
         """Return the generation and step of the newest checkpoint in the store, if any. A thread of `snapshots` calls this."""
@@ -419,10 +419,10 @@ def serve_snapshots(environ: Mapping[str, str], workers: int, restore: Query, ne
     setting = environ.get(contract.Env.MEMORY, "off")  # absent if an earlier version created this worker and its memory limit
     if setting == "off":
         return None
-    from outlast.storage.snapshots import budget, memory_files, server
+    from outlast.storage.snapshots import budget, rooms, server
 
     requested = budget.requested(setting)
-    granted = memory_files.Machine().budget(requested, workers)
+    granted = rooms.Machine().budget(requested, workers)
     if not granted.bytes or (isinstance(requested, int) and granted.bytes < requested):
         print(f"outlast | snapshots in memory: {granted.reason}", flush=True)
     snapshots = server.Server(environ, granted.bytes, restore, newest)

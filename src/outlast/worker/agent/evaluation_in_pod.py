@@ -17,7 +17,7 @@ from outlast.job import spec
 from outlast.job.contract import CHECKPOINTS, LEDGER, LOGS, METRICS, Env
 from outlast.job.spec import substitution
 from outlast.storage import runs, store
-from outlast.storage.checkpoints import fetch_newest
+from outlast.storage.checkpoints import both_places
 from outlast.storage.runs.output import skipped
 from outlast.storage.sync import push_and_pull, tree
 from outlast.storage.sync.index import Stat
@@ -37,10 +37,10 @@ def main(args: Sequence[str]) -> int:
         place = store.open_(environ[Env.STORE])
         record = runs.read(place)  # the run's id comes from its first job file; ours may be a later version
         run = record.run if record else run
-        fetch_newest.restore(output, place, run, lambda text: print(f"outlast | {text}", flush=True))
+        both_places.restore(output, place, run, lambda text: print(f"outlast | {text}", flush=True))
         _fetch_results(place, output)
     fetched = _results(output)
-    args = fetch_newest.evaluated(output, place, run, args)
+    args = both_places.evaluated(output, place, run, args)
     code = phases.evaluate(job, environ, args)
     if place and not code:
         _upload(place, output, fetched)
