@@ -145,17 +145,6 @@ def test_the_workshop_s_setting_fills_in_what_is_not_given() -> None:
         cifar10.Images(ARRAYS, Settings(batch=64, batch_size=32), 2)
 
 
-def test_the_workshop_s_flags_are_understood(capsys: pytest.CaptureFixture[str]) -> None:
-    s = parsed(
-        "--epochs=2 --learning-rate=0.002 --momentum=0.8 --print-freq=1 --workers=32 --checkpoint-file=a --model-file=m DIR/"
-    )
-    assert (s.epochs, s.lr, s.momentum, s.log_every, s.model_file, s.data) == (2, 0.002, 0.8, 1, "m", "DIR/")
-    assert capsys.readouterr().err == (
-        "checkpoint_file is not needed: checkpoints are in the output, and a run resumes by itself\n"
-        "workers is not needed: the images are in memory, and no process loads them\n"
-    )
-
-
 def test_rates_rise_and_fall_or_stay() -> None:
     s = Settings(lr=1.0, schedule="triangle")
     assert [round(cifar10.rate(s, step, 10), 3) for step in range(10)] == [0.5, 1, 1, 0.875, 0.75, 0.625, 0.5, 0.375, 0.25, 0.125]

@@ -330,13 +330,6 @@ def begin(args: list[str]) -> None:
     corpus.check(corpus.train.take(np.arange(3)))
 
 
-def test_a_run_goes_on_with_its_own_tokenizer_only(data: Path):
-    state = gpt_data.record(Config(), "one").state_dict()
-    gpt_data.record(Config(), "").load_state_dict(state)  # not known
-    with pytest.raises(OutlastError, match=r"belongs to another tokenizer \(tokenizer one\) than the one here \(tokenizer two\)"):
-        gpt_data.record(Config(), "two").load_state_dict(state)
-
-
 # Worlds
 
 
@@ -375,14 +368,10 @@ def test_it_trains_measures_and_samples(
     assert json.loads((tmp_path / "evaluation.json").read_text()) == found | {"weights": "ckpt.pt"}
     assert found["perplexity"] == pytest.approx(math.exp(found["loss"]))
     capsys.readouterr()
-    sampling = ["--sample", "--prompt=def ", "--num-samples=2", "--max-new-tokens=9", *args[1:]]
-    gpt.main(sampling)
+    gpt.main(["--sample", "--prompt=def ", "--num-samples=2", "--max-new-tokens=9", *args[1:]])
     said = capsys.readouterr().out
     assert [text[:4] for text in said.split("---------------\n")] == ["def ", "def ", ""]
     assert [len(text.removesuffix("\n")) for text in said.split("---------------\n")[:2]] == [13, 13]
-    for seed in (1337, 2):
-        gpt.main([*sampling, f"--seed={seed}"])
-        assert (capsys.readouterr().out == said) == (seed == 1337), "what it samples depends on the seed alone"
 
 
 def test_killed_before_the_best_is_in_ckpt_pt_it_measures_again(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -402,21 +391,6 @@ def test_killed_before_the_best_is_in_ckpt_pt_it_measures_again(data: Path, tmp_
     torch.distributed.destroy_process_group()
     gpt.main([*args, "--export-nanogpt"])
     assert written == [3, 3, 4, 4]
-
-
-def test_a_run_that_is_told_to_leave_goes_on_with_the_same_bits(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    args = [f"--data={data}", *SMALL, "--max-iters=3", "--eval-iters=1", "--gradient-accumulation-steps=1", "--dropout=0.1"]
-    (tmp_path / "notice").write_text("{}")
-    for name in ("calm", "left"):
-        monkeypatch.setenv("OUTLAST_OUTPUT", str(tmp_path / name))
-        if name == "left":
-            with monkeypatch.context() as told:
-                told.setenv("OUTLAST_NOTICE", str(tmp_path / "notice"))
-                with pytest.raises(SystemExit, match="75"):
-                    gpt.main(args)
-        gpt.main(args)
-    calm, left = (json.loads((tmp_path / name / "final.json").read_text()) for name in ("calm", "left"))
-    assert calm == left
 
 
 def test_a_sharded_model_computes_what_one_rank_computes(data: Path, tmp_path: Path):

@@ -118,29 +118,6 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> Killed:
     return lambda output, names: shutil.copytree(run(names), output, dirs_exist_ok=True)
 
 
-@pytest.mark.slow  # one is lost in the test after the next, too
-@pytest.mark.parametrize(("names", "lost"), [("ab", "a"), ("ab", "b"), ("abc", "ab"), ("abb", "a"), ("abb", "b")])
-def test_nothing_is_lost_with_the_disks_of_lost_workers(tmp_path: Path, calm: Calm, killed: Killed, names: str, lost: str):
-    killed(tmp_path, names)
-    for name in lost:
-        shutil.rmtree(tmp_path / name)
-    again = world(Training(), tmp_path, len(names), generation=2, disks=names)
-    assert {result["resumed"] for result in again.results} == {10}
-    assert hashes(again) == hashes(calm(Training(), len(names)))
-    brought = again.kinds("copied")
-    (left,) = set(names) - set(lost)
-    assert [(c["step"], c["holder"], c["ranks"]) for c in brought] == [
-        (10, names.index(left), [names.index(name) for name in lost])
-    ]
-    assert again.kinds("damaged") == []
-    same = {
-        name: {path: data for path, data in files.items() if "10/" not in path} for name, files in held(tmp_path, *names).items()
-    }
-    assert len({frozenset(files.items()) for files in same.values()}) == 1
-    assert logged(tmp_path, names[0]) == list(range(1, LAST + 1))
-    assert {c["generation"] for c in map(json.loads, (tmp_path / names[0] / contract.METRICS).read_text().splitlines())} == {1, 2}
-
-
 def test_rank_0_may_move_to_another_disk_and_goes_on_there(tmp_path: Path, calm: Calm, killed: Killed):
     killed(tmp_path, "ab")
     assert firsts(tmp_path, "a", "b") == [True, False]
@@ -212,6 +189,8 @@ def test_of_two_worlds_that_saved_the_same_step_the_later_ones_counts(tmp_path: 
 
 def test_a_worker_of_a_generation_that_was_replaced_on_any_disk_cannot_begin(tmp_path: Path):
     checkpoints.acquire(tmp_path / "b" / "checkpoints", "r", 3)
+    written = checkpoints.saving(tmp_path / "b" / "checkpoints", 10, 2)
+    written.mkdir()
     processes = worlds.started(functools.partial(worlds.train, Training()), tmp_path, 2, generation=2, disks="ab")
     processes[1].join(60)
     processes[0].kill()  # as its agent does
@@ -219,6 +198,7 @@ def test_a_worker_of_a_generation_that_was_replaced_on_any_disk_cannot_begin(tmp
     assert end.codes[1] == 1
     assert "Superseded: generation 2 of this run has been replaced by generation 3" in end.errors[1]
     assert held(tmp_path, "a", "b") == {"a": {}, "b": {}}
+    assert written.exists(), "it removes nothing"
 
 
 def test_without_a_number_from_outside_the_generation_is_above_those_of_all_disks(tmp_path: Path):
@@ -226,23 +206,6 @@ def test_without_a_number_from_outside_the_generation_is_above_those_of_all_disk
     end = world(Training(epochs=1), tmp_path, 2, generation=None, disks="ab")
     assert len(hashes(end)) == 1
     assert [checkpoints.generation(tmp_path / name / "checkpoints", "r") for name in "ab"] == [7, 7]
-
-
-@pytest.mark.slow  # shards from one disk: tests/training/test_session.py
-def test_sharded_models_resume_from_the_disk_that_is_left(tmp_path: Path):
-    """FSDP2 in two workers, each of which has had a half."""
-    from ranks import sharded
-
-    whole = worlds.ended(worlds.started(sharded, tmp_path / "whole", 2), tmp_path / "whole")
-    assert whole.codes == [0, 0], whole.errors
-    output = tmp_path / "two"
-    left = worlds.ended(worlds.started(functools.partial(sharded, 3), output, 2, disks="ab"), output)
-    assert left.codes == [75, 75], left.errors
-    worlds.again(left)
-    shutil.rmtree(output / "a")
-    again = worlds.ended(worlds.started(sharded, output, 2, generation=2, disks="ab"), output)
-    assert again.codes == [0, 0], again.errors
-    assert (output / "a" / "sums").read_text() == (tmp_path / "whole" / "sums").read_text()
 
 
 # No room
@@ -331,31 +294,17 @@ def stored(place: store.Store) -> tuple[list[int], list[int], set[str]]:
     )
 
 
-def test_only_the_first_disk_pushes_what_all_have_and_each_what_it_has_alone(tmp_path: Path, memory: store.Store):
-    a, b = (Worker(tmp_path / name, memory) for name in "ab")
-    a.trains(1, first=True, upto=2)
-    b.trains(1, first=False, upto=3)  # of which a does not know yet
-    b.push()
-    assert b.uploader.waiting() == []
-    assert stored(memory) == ([], [], {"step 3"})
-    a.push()
-    assert stored(memory) == ([1, 2], [1, 2], {"step 2", "step 3"})
-    b.trains(1, first=False, upto=4)
-    b.push()
-    assert stored(memory) == ([1, 2], [1, 2], {"step 2", "step 4"})
-
-
-def test_when_rank_0_moves_its_new_disk_pushes_what_is_missing_and_the_old_one_nothing_more(tmp_path: Path, memory: store.Store):
+def test_only_the_first_disk_pushes_what_all_have_and_another_one_once_rank_0_moves(tmp_path: Path, memory: store.Store):
     a, b = (Worker(tmp_path / name, memory) for name in "ab")
     a.trains(1, first=True, upto=1)
     a.push()
     a.trains(1, first=True, upto=3)
     b.trains(1, first=False, upto=3)
     b.push()
-    assert stored(memory)[0] == [1]
+    assert (b.uploader.waiting(), stored(memory)) == ([], ([1], [1], {"step 1", "step 3"}))
     b.trains(2, first=True, upto=4)  # a is lost for a while
     b.push()
-    assert stored(memory)[:2] == ([1, 3, 4], [1, 2, 3, 4])
+    assert stored(memory) == ([1, 3, 4], [1, 2, 3, 4], {"step 1", "step 4"})
     local_checkpoints.written(a.directory, 9, acquire=False)  # it does not know yet that it is not in the world any more
     metrics.append(a.output / contract.METRICS, {"step": 9})
     a.push()

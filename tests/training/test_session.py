@@ -213,16 +213,6 @@ def test_a_generation_that_was_replaced_commits_nothing_and_stops(tmp_path: Path
     assert end.checkpoints == committed
 
 
-def test_a_replaced_generation_cannot_begin_and_removes_nothing(tmp_path: Path):
-    checkpoints.acquire(tmp_path / "checkpoints", "r", 3)
-    written = checkpoints.saving(tmp_path / "checkpoints", 10, 2)
-    written.mkdir()
-    end = world(Training(), tmp_path, 1, generation=2)
-    assert end.codes == [1]
-    assert written.exists()
-    assert "Superseded: generation 2 of this run has been replaced by generation 3" in end.errors[0]
-
-
 # What others see
 
 

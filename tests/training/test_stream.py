@@ -113,13 +113,6 @@ def test_micro_batches_are_the_same_for_every_world_size():
     assert pieces(1) == pieces(2) == pieces(3) == pieces(5)
 
 
-def test_the_short_last_batch_keeps_every_rank_busy_and_counts_samples_once():
-    last = [list(stream.batches(rank, 3))[-1] for rank, stream in enumerate([a_stream(33, 32) for _ in range(3)])]
-    assert [len(b.indices) for b in last] == [1, 0, 0]
-    assert [share for b in last for _, share in b.split()] == [3.0, 0.0, 0.0]
-    assert all(b.ends_epoch and b.size == 1 for b in last)
-
-
 @pytest.mark.parametrize(("samples", "ranks"), [(10, 3), (16, 2), (3, 4)])
 def test_fsdp_computes_as_many_micro_batches_on_every_rank(samples: int, ranks: int):
     class Sharded(torch.nn.Linear):
@@ -175,15 +168,6 @@ def test_changing_world_and_batch_at_any_step_hands_out_every_sample_once_an_epo
         [total] = totals  # the same from the first step with this batch to the last
     assert sorted(seen) == [(epoch, i) for epoch in range(epochs) for i in range(samples)]
     assert state["step"] == total == state["total_steps"]
-
-
-def test_the_position_counts_batches_handed_out_and_not_those_read_ahead():
-    stream = a_stream(100, 10, prefetch=5)
-    positions = []
-    for batch in stream:
-        positions.append((batch.step, stream.state_dict()["position"], stream.state_dict()["step"]))
-    assert positions[:3] == [(0, 10, 1), (1, 20, 2), (2, 30, 3)]
-    assert (stream.state_dict()["epoch"], stream.state_dict()["position"]) == (1, 0)
 
 
 def test_a_resumed_stream_goes_on_with_the_very_next_batch():
@@ -383,8 +367,3 @@ def test_a_warning_comes_when_much_of_a_period_was_waiting_and_not_again_soon():
 @given(samples=st.integers(1, 5000), seed=st.integers(0, 2**64), epoch=st.integers(0, 1000))
 def test_every_epoch_holds_every_sample_once(samples: int, seed: int, epoch: int):
     assert sorted(permuted(np.arange(samples), samples, seed, epoch)) == list(range(samples))
-
-
-def test_seeds_and_epochs_have_orders_of_their_own():
-    orders = [tuple(permuted(np.arange(50), 50, seed, epoch)) for seed in range(20) for epoch in range(20)]
-    assert len(set(orders)) == len(orders)

@@ -68,11 +68,6 @@ def test_the_order_in_windows_is_the_same_for_ever():
     assert order.ahead(15, epoch=1, windows=3) == [4, 3, 1, 2]
 
 
-def test_read_ahead_goes_on_with_the_next_epoch():
-    order = Windows([1] * 10, 2, seed=0)
-    assert order.ahead(9, 0, 2) == [*order.ahead(8, 0, 1), *[s for s in order.ahead(0, 1, 1) if s not in order.ahead(8, 0, 1)]]
-
-
 # What a sample is
 
 
