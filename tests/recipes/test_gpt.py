@@ -39,16 +39,10 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return texts.characters(tmp_path_factory.mktemp("chars"), TEXT * 40, TEXT * 10)
 
 
-def final(end: worlds.Ended) -> Any:
-    """The results of a world of which every rank has ended well."""
-    assert end.codes == [0] * len(end.codes), end.errors
-    return json.loads((end.output / "final.json").read_text())
-
-
-def world(output: Path, ranks: int, *args: str, **how: Any) -> worlds.Ended:
-    """Train with so many ranks until they end."""
-    program = functools.partial(gpt.main, list(args))
-    return worlds.ended(worlds.started(program, output, ranks, **how), output)
+def final(output: Path, ranks: int, *args: str) -> Any:
+    """The results of a world."""
+    disturbances.trained(gpt.main, args, output, ranks)
+    return disturbances.final(output)
 
 
 # The mixture of experts
@@ -396,8 +390,8 @@ def test_killed_before_the_best_is_in_ckpt_pt_it_measures_again(data: Path, tmp_
 def test_a_sharded_model_computes_what_one_rank_computes(data: Path, tmp_path: Path):
     args = (f"--data={data}", *SMALL, *MOE, "--max-iters=3", "--eval-interval=3", "--eval-iters=3")
     args += ("--gradient-accumulation-steps=3",)  # two micro-batches on one rank, one on the other
-    alone = final(world(tmp_path / "alone", 1, *args))
-    sharded = final(world(tmp_path / "sharded", 2, *args, "--parallel=fsdp"))
+    alone = final(tmp_path / "alone", 1, *args)
+    sharded = final(tmp_path / "sharded", 2, *args, "--parallel=fsdp")
     for loss in ("loss", "train_eval_loss", "val_loss"):
         assert sharded[loss] == pytest.approx(alone[loss], rel=2e-4), loss
 
@@ -405,8 +399,7 @@ def test_a_sharded_model_computes_what_one_rank_computes(data: Path, tmp_path: P
 def test_experts_without_tokens_keep_no_rank_waiting(data: Path, tmp_path: Path):
     few = ("--block-size=2", "--batch-size=1", "--gradient-accumulation-steps=2", "--num-experts=8", "--static-experts=0")
     args = (f"--data={data}", *SMALL, *few, "--use-moe", "--num-experts-per-tok=1", "--max-iters=3", "--eval-iters=1")
-    end = world(tmp_path, 2, *args)
-    assert final(end)["step"] == 3
+    assert final(tmp_path, 2, *args)["step"] == 3
     usage = [line for line in (tmp_path / "log.txt").read_text().splitlines() if line.startswith("Block 0")]
     assert sum(line.count(" 0.0%") >= 4 for line in usage) == 3, "4 tokens of a step meet at most 4 of 8 experts"
 
@@ -461,8 +454,7 @@ def test_every_block_is_measured_once_by_one_rank_and_the_best_stays_the_best(tm
     """The learning rate grows until the loss rises. 3 micro-batches for 2 ranks: one of them makes a call that does not count."""
     argv = arguments(blocks, 20, "--learning-rate=1", "--warmup-iters=20", "--weight-decay=0", "--grad-clip=0")
     argv += ["--eval-interval=5", "--eval-iters=3", "--batch-size=2", "--export-nanogpt", "--dataset=words"]
-    end = worlds.ended(worlds.started(functools.partial(measuring, argv), tmp_path, 2), tmp_path)
-    assert end.codes == [0, 0], end.errors
+    worlds.ran(functools.partial(measuring, argv), tmp_path, 2)
     calls = [len((tmp_path / f"measured-{rank}").read_text().splitlines()) for rank in range(2)]
     assert calls[0] == calls[1] == 2 * 2 * len(disturbances.logged(tmp_path, "val_loss")), (
         "half of 4 calls, for both parts, at every evaluation"

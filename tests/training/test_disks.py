@@ -214,8 +214,7 @@ def test_without_a_number_from_outside_the_generation_is_above_those_of_all_disk
 def test_a_full_disk_of_another_worker_is_reported_and_ends_who_is_to_begin_there(tmp_path: Path):
     """Files of its own fit, the larger one of the other worker does not: the checkpoint counts without it. A worker that has
     no room for the checkpoint it is to begin with ends all ranks with one sentence."""
-    end = worlds.ended(worlds.started(crowded, tmp_path, 2, disks="ab"), tmp_path, disks="ab")
-    assert end.codes == [0, 0], end.errors
+    end = worlds.ran(crowded, tmp_path, 2, disks="ab")
     assert steps(tmp_path, "a") == [1, 2, 3]
     assert steps(tmp_path, "b") == [1, 3]
     assert end.kinds("not_copied") == [{"kind": "not_copied", "step": 2, "reason": "rank 1: File too large"}]
@@ -224,8 +223,7 @@ def test_a_full_disk_of_another_worker_is_reported_and_ends_who_is_to_begin_ther
     assert not list(tmp_path.glob("*/checkpoints/*.saving-*"))
     assert logged(tmp_path, "a") == logged(tmp_path, "b") == [1, 2, 3]
 
-    end = worlds.ended(worlds.started(crowded_from_the_start, tmp_path, 3, generation=2, disks="abc"), tmp_path)
-    assert end.codes == [1, 1, 1]
+    end = worlds.ran(crowded_from_the_start, tmp_path, 3, code=1, generation=2, disks="abc")
     sentence = (
         "NoRoom: step-00000003 cannot be copied to the disk of rank 2: File too large; "
         "make room there or take another worker for it"
@@ -370,8 +368,7 @@ def test_one_disk_costs_no_collective(tmp_path: Path, names: str):
     save = {"all_reduce": 1, "all_gather_object": 1, "broadcast_object_list": 2}
     for generation, found in [(1, 1), (2, 2)]:
         resume = {"all_reduce": 1, "all_gather_object": found}
-        end = worlds.ended(worlds.started(counted, tmp_path, 2, generation=generation, disks=names), tmp_path)
-        assert end.codes == [0, 0], end.errors
+        worlds.ran(counted, tmp_path, 2, generation=generation, disks=names)
         for rank in range(2):
             told = json.loads(next(tmp_path.glob(f"**/calls-{rank}.json")).read_text())
             assert told == [resume, save | {"new_group": 1}, save | {"all_reduce": 2}]

@@ -54,9 +54,7 @@ def train(slowed: int, factor: float, steps: int) -> None:
 
 @pytest.mark.slow
 def test_a_rank_slowed_by_a_quarter_is_named_with_its_place(tmp_path: Path) -> None:
-    started = worlds.started(functools.partial(train, 1, 1.25, 150), tmp_path, 3, **{Env.NODE: "n"})
-    end = worlds.ended(started, tmp_path)
-    assert end.codes == [0, 0, 0], end.errors
+    end = worlds.ran(functools.partial(train, 1, 1.25, 150), tmp_path, 3, **{Env.NODE: "n"})
     first, *_ = end.kinds("slow")
     assert (first["rank"], first["worker"], first["node"]) == (1, 1, "n")
     assert "rank 1 (worker 1, node n) is slow" in first["reason"]

@@ -82,9 +82,7 @@ def test_a_planned_leave_saves_the_very_step_and_exits_with_75(tmp_path: Path, c
 
 
 def test_ranks_draw_different_numbers_but_make_the_same_model(tmp_path: Path):
-    end = worlds.ended(worlds.started(draws, tmp_path, 2), tmp_path)
-    assert end.codes == [0, 0], end.errors
-    one, other = end.results
+    one, other = worlds.ran(draws, tmp_path, 2).results
     assert one["model"] == other["model"]
     assert not set(one["drawn"]) & set(other["drawn"])
 
@@ -122,15 +120,12 @@ def test_another_batch_in_every_world_consumes_every_sample_once_an_epoch(tmp_pa
 
 def test_sharded_models_resume_in_worlds_of_other_sizes(tmp_path: Path):
     """FSDP2: a checkpoint of two ranks is put back into two and into one."""
-    whole = worlds.ended(worlds.started(sharded, tmp_path / "whole", 2), tmp_path / "whole")
-    assert whole.codes == [0, 0], whole.errors
-    left = worlds.ended(worlds.started(functools.partial(sharded, 3), tmp_path / "left", 2), tmp_path / "left")
-    assert left.codes == [75, 75], left.errors
+    worlds.ran(sharded, tmp_path / "whole", 2)
+    left = worlds.ran(functools.partial(sharded, 3), tmp_path / "left", 2, code=contract.Exit.INTERRUPTED)
     worlds.again(left)
     for ranks in (2, 1):
         output = shutil.copytree(left.output, tmp_path / str(ranks))
-        again = worlds.ended(worlds.started(sharded, output, ranks, generation=2), output)
-        assert again.codes == [0] * ranks, again.errors
+        worlds.ran(sharded, output, ranks, generation=2)
         expected = json.loads((tmp_path / "whole" / "sums").read_text())
         assert json.loads((output / "sums").read_text()) == (expected if ranks == 2 else pytest.approx(expected, rel=1e-4))
 
@@ -525,10 +520,9 @@ def test_a_session_that_an_exception_leaves_saves_nothing_and_one_without_new_st
 
 @pytest.mark.parametrize(("way", "saved"), [("first logs", [6]), ("one raises", [])])
 def test_all_ranks_save_the_last_step_or_none_does(tmp_path: Path, way: str, saved: list[int]):
-    program, seldom = functools.partial(trained, way), {contract.Env.CHECKPOINT_EVERY: "300s"}
-    end = worlds.ended(worlds.started(program, tmp_path, 2, **seldom), tmp_path)
-    assert end.codes == ([1, 1] if way == "one raises" else [0, 0]), end.errors
-    assert ("ZeroDivisionError" in end.errors[1]) == (way == "one raises")
+    raises, seldom = way == "one raises", {contract.Env.CHECKPOINT_EVERY: "300s"}
+    end = worlds.ran(functools.partial(trained, way), tmp_path, 2, code=int(raises), **seldom)
+    assert ("ZeroDivisionError" in end.errors[1]) == raises
     assert [c.step for c in end.checkpoints] == saved
 
 
