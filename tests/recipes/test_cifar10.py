@@ -333,10 +333,8 @@ def test_weights_of_the_workshop_s_script_are_read_without_running_code_and_with
             return os.system, (f"touch {tmp_path}/ran",)
 
     (tmp_path / "evil.pth").write_bytes(pickle.dumps(Evil()))
-    torch.save({"weight": torch.zeros(3)}, tmp_path / "other.pth")
     for file, sentence in [
         ("evil.pth", r"evil\.pth cannot be read as weights: .*; give a file that torch\.save has written$"),
-        ("other.pth", r"other\.pth are not of this model: 0\.weight is missing, and \(32, 3, 3, 3\) is needed$"),
         ("none.pth", r"none\.pth does not exist; give a file or a directory of weights"),
     ]:
         with pytest.raises(OutlastError, match=sentence):

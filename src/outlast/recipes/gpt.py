@@ -34,7 +34,7 @@ from outlast.job import contract
 from outlast.recipes import gpt_data, gpt_model
 from outlast.recipes.gpt_data import Corpus
 from outlast.recipes.gpt_model import GPT, Config, Losses, Pretrained
-from outlast.recipes.shared import evaluation, loop, results, settings
+from outlast.recipes.shared import loop, results, settings
 from outlast.recipes.shared.loop import Log, Record
 from outlast.recipes.shared.settings import flag
 from outlast.training import Session, Stream, device
@@ -336,7 +336,7 @@ def newest(s: Settings) -> Pretrained:
     if s.init_from not in ("scratch", "resume"):
         return gpt_model.pretrained(s.init_from)
     try:
-        return gpt_model.trained(evaluation.checkpoint(output, s.checkpoint))
+        return gpt_model.trained(results.checkpoint(output, s.checkpoint))
     except NotFound:
         if s.checkpoint or not (path := output / gpt_model.CHECKPOINT).exists():
             raise
@@ -359,7 +359,7 @@ def evaluate(s: Settings) -> None:
                 total += model(x[:, :-1], x[:, 1:]).main.item() * len(x)
     loss = total / blocks
     name, tokens = Path(pretrained.name).name, blocks * pretrained.config.block_size
-    evaluation.write(name, model, tokens=tokens, loss=loss, perplexity=math.exp(loss))
+    results.evaluation(name, model, tokens=tokens, loss=loss, perplexity=math.exp(loss))
     print(f"{name}: val loss {loss:.4f}, perplexity {math.exp(loss):.2f} on {tokens:,} tokens")
 
 

@@ -33,7 +33,7 @@ from outlast.base.errors import OutlastError
 from outlast.recipes import imagenet_data, imagenet_model, pixels
 from outlast.recipes.imagenet_data import Images
 from outlast.recipes.imagenet_model import ResNet, Statistics
-from outlast.recipes.shared import evaluation, loop, results, settings
+from outlast.recipes.shared import loop, results, settings
 from outlast.recipes.shared.loop import Log, Record
 from outlast.recipes.shared.settings import flag
 from outlast.training import Session, Stream, device
@@ -345,7 +345,7 @@ def evaluate(s: Settings) -> None:
         label: {"images": n, "right": right, "accuracy": round(100 * right / n, 3) if n else None}
         for label, (n, right) in zip(data.classes, counts, strict=True)
     }
-    evaluation.write(name, model, arch=model.arch, images=len(data.val), **means, classes=by_class)
+    results.evaluation(name, model, arch=model.arch, images=len(data.val), **means, classes=by_class)
     print(f"{name}: {shown(means)} on {len(data.val):,} images, loss {means['val_loss']:.4f}")
     if "acc5" not in means:
         print(f"Acc@5 is not measured: of {len(data.classes)} classes, the first five are all of them")
@@ -362,7 +362,7 @@ def newest(s: Settings, data: Images, output: Path) -> tuple[str, ResNet, Sequen
         if omitted := imagenet_model.load(model, Path(s.weights)):
             raise OutlastError(f"--weights {s.weights} cannot be measured here without {omitted}")
         return Path(s.weights).name, model, data.classes
-    path = evaluation.checkpoint(output, s.checkpoint)
+    path = results.checkpoint(output, s.checkpoint)
     record = Record.read(path)
     model = ResNet(record.arch, record.outputs)
     model.load_state_dict(checkpoint.read(path, "ema" if record.ema else "model"))

@@ -35,7 +35,7 @@ from outlast.job import contract
 from outlast.recipes import perceiver_data, perceiver_measure, perceiver_model
 from outlast.recipes.perceiver_data import Clips, Data
 from outlast.recipes.perceiver_model import Config, Perceiver, Points
-from outlast.recipes.shared import evaluation, loop, results, settings
+from outlast.recipes.shared import loop, results, settings
 from outlast.recipes.shared.loop import Record
 from outlast.recipes.shared.settings import flag
 from outlast.training import Session, Stream, device
@@ -391,7 +391,7 @@ def summed(s: Settings, d: Data, model: Perceiver, clips: range, points: Points,
 def evaluate(s: Settings) -> None:
     """Measure reconstruction losses, PSNR and accuracy on the validation clips. With --reconstruct, also writes a clip."""
     output, where = results.output(), device.computing()
-    path = evaluation.checkpoint(output, s.checkpoint)
+    path = results.checkpoint(output, s.checkpoint)
     config = Config(**Record.read(path).config)
     model = Perceiver(config)
     model.load_state_dict(checkpoint.read(path, "model"))
@@ -407,7 +407,7 @@ def evaluate(s: Settings) -> None:
     bad = set[str]()
     sums = summed(s, data, model, range(len(data.val)), points, kind, bad)
     means, clips = perceiver_measure.means(sums, s), int(sums[0])
-    evaluation.write(path.name, model, clips=clips, skipped=len(bad), **means)
+    results.evaluation(path.name, model, clips=clips, skipped=len(bad), **means)
     print(f"{path.name} on {clips} validation clips of {data.place}")
     for name, value in means.items():
         print(f"  {name:<10s} {value:10.5f}{perceiver_measure.UNITS.get(name, '')}")
