@@ -24,7 +24,7 @@ import texts
 import worlds
 from outlast.base.errors import OutlastError
 from outlast.data import stdlib_text
-from outlast.recipes import gpt, gpt_data, gpt_model
+from outlast.recipes import gpt, gpt_model
 from outlast.recipes.gpt_model import GPT, Config, MoE
 from outlast.recipes.shared import loop, settings
 
@@ -168,7 +168,7 @@ def test_the_model_computes_gpt_2_and_the_loss_of_the_next_tokens(model: GPT):
 
 
 def test_a_checkpoint_goes_to_nanogpt_and_comes_back(model: GPT, tmp_path: Path):
-    record = gpt_data.record(model.config, "tokenizer")
+    record = gpt.record(model.config, "tokenizer")
     record.best = 1.5
     gpt_model.write_nanogpt(tmp_path / "ckpt.pt", model.state_dict(), record, {"iter_num": 7, "config": {"dataset": "x"}})
     read = torch.load(tmp_path / "ckpt.pt", weights_only=True)
@@ -213,7 +213,7 @@ def test_the_optimizer_is_numbered_as_nanogpt_numbers_its_own(model: GPT):
 
 
 def test_files_of_other_models_are_refused(model: GPT, tmp_path: Path):
-    path, record = tmp_path / "ckpt.pt", gpt_data.record(model.config)
+    path, record = tmp_path / "ckpt.pt", gpt.record(model.config)
 
     def refusal(weights: dict[str, Tensor], **more: Any) -> str:
         gpt_model.write_nanogpt(path, weights, record, more)
@@ -308,7 +308,7 @@ def test_bad_input_is_one_sentence(files: tuple[str, bytes] | tuple[()], args: s
         (data / files[0]).write_bytes(files[1])
     for name, vocabulary, digest in (("other.pt", 9, ""), ("of.pt", 40, "abc")):
         config = Config(1, 2, 16, 8, vocabulary)
-        gpt_model.write_nanogpt(data / name, GPT(config).state_dict(), gpt_data.record(config, digest), {})
+        gpt_model.write_nanogpt(data / name, GPT(config).state_dict(), gpt.record(config, digest), {})
     with pytest.raises(OutlastError, match=sentence):
         begin([f"--data={data}", *SMALL, *args.format(data=data).split()])
 
@@ -316,7 +316,7 @@ def test_bad_input_is_one_sentence(files: tuple[str, bytes] | tuple[()], args: s
 def begin(args: list[str]) -> None:
     """What a run does before its first step."""
     s = settings.parse(gpt.Settings, args, "")
-    corpus = gpt_data.Corpus(gpt.place(s), s.block_size)
+    corpus = gpt.Corpus(gpt.place(s), s.block_size)
     gpt.first(s, corpus)
     corpus.check(corpus.train.take(np.arange(3)))
 

@@ -18,7 +18,7 @@ import textures
 from outlast.base.errors import OutlastError
 from outlast.data.prepare import images as prepare
 from outlast.data.prepare import work_units
-from outlast.recipes import imagenet, imagenet_data, imagenet_model
+from outlast.recipes import imagenet, imagenet_model
 from outlast.recipes.imagenet import Settings
 from outlast.recipes.imagenet_model import BasicBlock, Bottleneck, ResNet, Statistics
 from outlast.recipes.shared import loop, results, settings
@@ -262,7 +262,7 @@ def test_a_flat_val_with_a_list_of_labels_has_all_its_classes(tmp_path: Path, im
         shutil.copy(file, root / "val" / "images" / f"val_{number}{file.suffix}")
         lines.append(f"val_{number}{file.suffix}\t{file.parent.name}\t0\t0\t36\t36\n")
     (root / "val" / "val_annotations.txt").write_text("".join(lines))
-    data = imagenet_data.opened(Settings(data=str(root / "train")))  # as scripts were given it
+    data = imagenet.opened(Settings(data=str(root / "train")))  # as scripts were given it
     assert data.classes == sorted(textures.TEXTURES)[:6]
     labels = [int(data.val[i].y) for i in range(len(data.val))]
     assert sorted(labels) == sorted([*range(6)] * 2)
