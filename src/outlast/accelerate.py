@@ -29,7 +29,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from outlast.base.errors import OutlastError
 from outlast.training import Session, ddp, libraries, mistakes, session
-from outlast.training.samples import loader_order
 from outlast.training.state import weights
 
 TESTED = "1.0 and 1.15"
@@ -89,7 +88,7 @@ def _training_loader(accelerator: Any, loader: Any) -> Any:
             f"outlast.accelerate.attach: the loader is a {type(loader).__name__}, which reads on one rank for all; "
             "use DataLoaderConfiguration(dispatch_batches=False)"
         )
-    if problem := loader_order.unordered(loader.dataset):
+    if problem := libraries.unordered(loader.dataset):
         raise OutlastError(f"outlast.accelerate.attach: {problem}")
     return loader
 
@@ -105,7 +104,7 @@ class Run:
         shuffle = not isinstance(_innermost(base), torch.utils.data.SequentialSampler)
         most = base.batch_sampler.batch_size // (ranks if getattr(base.batch_sampler, "split_batches", False) else 1)
         self.session = session.attach(seed, output=output, quiet=True, batch=batch)
-        self._order = loader_order.Order(
+        self._order = libraries.Order(
             len(loader.dataset), batch, rank=rank, ranks=ranks, most=most, seed=seed, shuffle=shuffle, drop_last=loader._drop_last
         )
         self._accelerator, self._loader, self._epochs = accelerator, loader, epochs
@@ -113,7 +112,7 @@ class Run:
         self._pending = False
         """True if `boundary` is due once the script has ended its work for the epoch."""
         self._adopt(ranks)
-        loader.base_dataloader = loader_order.Loader(base, self._order, seed)
+        loader.base_dataloader = libraries.Loader(base, self._order, seed)
         accelerator._outlast, accelerator.load_state = self, _refuse
         self.session.__enter__()
         for model in accelerator._models:

@@ -34,7 +34,7 @@ from transformers.trainer_callback import ExportableState, TrainerState
 from outlast.base.errors import OutlastError
 from outlast.storage import checkpoints
 from outlast.training import Session, ddp, libraries, session
-from outlast.training.samples import loader_order, seeded
+from outlast.training.samples import seeded
 from outlast.training.state import checkpoint, weights
 
 TESTED = "4.56, 4.57 and 5.23"
@@ -119,7 +119,7 @@ def _unsupported_data(trainer: Trainer) -> str:
         return f"{online[0]} generates samples while it trains, which are no part of the state; it cannot continue exactly"
     if data is None:
         return "the trainer has no train_dataset"
-    if problem := loader_order.unordered(data):
+    if problem := libraries.unordered(data):
         return problem
     for name in ("get_train_dataloader", "_get_train_sampler"):
         if getattr(kind, name) is not getattr(Trainer, name):
@@ -130,7 +130,7 @@ def _unsupported_data(trainer: Trainer) -> str:
     return ""
 
 
-class _Order(loader_order.Order):
+class _Order(libraries.Order):
     """An epoch's micro-batches. The Trainer skips the micro-batches before the resumed step, so these are empty lists."""
 
     stopped = False
@@ -167,7 +167,7 @@ class _Attachment:
         """Set the size of micro-batches and the number of them in a step. Raises OutlastError if this world cannot share the
         batch."""
         trainer: Any = self.trainer
-        size, accumulate = loader_order.plan(self.batch, trainer.args.world_size, self.most)
+        size, accumulate = libraries.plan(self.batch, trainer.args.world_size, self.most)
         trainer.args.per_device_train_batch_size = trainer._train_batch_size = size
         trainer.args.gradient_accumulation_steps = accumulate
 
@@ -199,7 +199,7 @@ class _Attachment:
             drop_last=args.dataloader_drop_last,
         )  # fmt: skip
         self.order.seek(self.position.step)
-        return loader_order.Loader(theirs, self.order, args.seed)
+        return libraries.Loader(theirs, self.order, args.seed)
 
     def resume(self) -> None:
         """Load the newest state, once the model, optimizer and schedule exist, and do the resumed step's remaining work."""

@@ -34,7 +34,6 @@ from torchmetrics import Metric
 from outlast.base.errors import OutlastError
 from outlast.storage import checkpoints
 from outlast.training import Session, ddp, libraries, session
-from outlast.training.samples import loader_order
 from outlast.training.samples.stream import map_tensors
 from outlast.training.state import checkpoint, weights
 
@@ -86,7 +85,7 @@ def attach(trainer: Trainer, batch: int, *, seed: int | None = None) -> None:
     if problem := _problem(trainer):
         raise OutlastError(f"outlast.lightning.attach: {problem}")
     attachment = _Attachment(trainer, batch, int(os.environ.get("PL_GLOBAL_SEED") or 0) if seed is None else seed)
-    loader_order.plan(batch, int(os.environ.get("WORLD_SIZE", "1")), None)
+    libraries.plan(batch, int(os.environ.get("WORLD_SIZE", "1")), None)
     for path, mixin in _HOOKS.items():
         owner = _at(trainer, path)
         was = type(owner)
@@ -145,7 +144,7 @@ def _callback_problem(trainer: Any) -> str:
     return f"{names[0]} changes weights or batches in ways that no state holds; leave it out" if names else ""
 
 
-class _Order(loader_order.Order):
+class _Order(libraries.Order):
     @property
     def sampler(self) -> _Order:
         """Return `self`, since the fit loop looks for `set_epoch` on the batch sampler's `sampler`."""
@@ -188,15 +187,15 @@ class _Attachment:
     def loader(self, theirs: Any) -> Any:
         trainer = self.trainer
         several = "there are several loaders of training samples; give one" if self.order is not None else ""
-        if problem := several or loader_order.unordered_loader(theirs):
+        if problem := several or libraries.unordered_loader(theirs):
             raise OutlastError(f"outlast.lightning: {problem}")
         self.order = _Order(
             len(theirs.dataset), self.batch, rank=trainer.global_rank, ranks=trainer.world_size, most=theirs.batch_size,
             seed=self.seed, drop_last=theirs.drop_last,
-            shuffle=loader_order.shuffled(theirs),
+            shuffle=libraries.shuffled(theirs),
         )  # fmt: skip
         trainer.accumulate_grad_batches = self.order.accumulate
-        return loader_order.Loader(theirs, self.order, self.seed)
+        return libraries.Loader(theirs, self.order, self.seed)
 
     def count_steps(self) -> None:
         """Make every world validate after the same number of optimizer steps, although `val_check_batch` counts micro-batches."""

@@ -29,7 +29,6 @@ from torch.utils.data import DataLoader
 from outlast import order
 from outlast.base.errors import OutlastError
 from outlast.training import Session, libraries, session
-from outlast.training.samples import loader_order
 from outlast.training.samples.stream import kind
 from outlast.training.state import checkpoint, weights
 
@@ -71,15 +70,15 @@ class Loader(order.Loader, BaseDataLoader):
         self, config: Config, *, dp_world_size: int, dp_rank: int, tokenizer: Any, seq_len: int, local_batch_size: int, **_: Any
     ) -> None:
         theirs = config.make(tokenizer, seq_len)
-        if problem := loader_order.unordered_loader(theirs):
+        if problem := libraries.unordered_loader(theirs):
             raise OutlastError(f"outlast.torchtitan: {problem}")
         dataset: Any = theirs.dataset
-        sampler = loader_order.Order(
+        sampler = libraries.Order(
             len(dataset), config.batch, rank=dp_rank, ranks=dp_world_size, most=local_batch_size, seed=config.seed,
-            shuffle=loader_order.shuffled(theirs), drop_last=theirs.drop_last,
+            shuffle=libraries.shuffled(theirs), drop_last=theirs.drop_last,
         )  # fmt: skip
         super().__init__(dataset, sampler, theirs.collate_fn)
-        self._loader = loader_order.Loader(theirs, sampler, config.seed)
+        self._loader = libraries.Loader(theirs, sampler, config.seed)
 
     def __iter__(self) -> Iterator[Any]:
         while True:

@@ -286,11 +286,6 @@ def stepped(monkeypatch: pytest.MonkeyPatch) -> list[tuple[float, list[float]]]:
     return found
 
 
-def test_gradients_are_clipped_before_a_step(tmp_path: Path, model: Path, stepped: list[tuple[float, list[float]]]) -> None:
-    llm.main(arguments(model, lines(tmp_path / "train.jsonl"), "--val=none", "--max-steps=2", "--grad-clip=0.001"))
-    assert [norm for norm, _ in stepped] == pytest.approx([0.001] * 2, rel=0.01)
-
-
 def test_the_learning_rate_rises_and_falls_to_zero_over_the_true_number_of_steps() -> None:
     s = llm.Settings(data="x", lr=1.0, warmup=0.25)
     assert [llm.rate(s, step, 8) for step in range(9)] == pytest.approx([0.5, 1, 1, 5 / 6, 4 / 6, 3 / 6, 2 / 6, 1 / 6, 0])
@@ -358,13 +353,14 @@ def test_a_checkpoint_refuses_another_base_and_other_data(tmp_path: Path, model:
     refused(arguments(model, changed, "--lora", "--max-steps=4"), "belongs to other training data")
 
 
-def test_a_run_that_ends_within_an_epoch_goes_on_with_another_decay(
+def test_gradients_are_clipped_and_a_run_that_ends_within_an_epoch_goes_on_with_another_decay(
     tmp_path: Path, model: Path, stepped: list[tuple[float, list[float]]]
 ) -> None:
-    argv = arguments(model, lines(tmp_path / "train.jsonl"), "--lora", "--no-epoch-results", "--val=none")
+    argv = arguments(model, lines(tmp_path / "train.jsonl"), "--lora", "--no-epoch-results", "--val=none", "--grad-clip=0.001")
     for more in (["--max-steps=2", "--wd=0"], ["--max-steps=3", "--wd=0.5"]):
         llm.main([*argv, *more])
     assert [decays for _, decays in stepped] == [[0.0], [0.0], [0.5]]
+    assert [norm for norm, _ in stepped] == pytest.approx([0.001] * 3, rel=0.01)
 
 
 def test_a_run_that_ends_within_an_epoch_has_a_best_checkpoint(tmp_path: Path, model: Path, capsys: Any) -> None:

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 import disturbances
 from outlast.base.errors import OutlastError
 from outlast.data.prepare import video, work_units
-from outlast.recipes import perceiver, perceiver_data, perceiver_measure, perceiver_model
+from outlast.recipes import perceiver, perceiver_data, perceiver_model
 from outlast.recipes.perceiver_model import Config, Perceiver, Points
 from outlast.recipes.shared import settings
 from outlast.storage import checkpoints
@@ -255,7 +255,7 @@ def test_prepared_shards_are_read_as_well(
     data = perceiver_data.opened(str(tmp_path / "shards"), Config(frames=2, image_size=8))
     model, config = made(1, frames=2, image_size=8)
     with pytest.raises(OutlastError, match="has label 1, and the model knows 0 to 0"):
-        perceiver.summed(perceiver.Settings(), data, model, range(1), perceiver_measure.every(config), torch.float32, set())
+        perceiver.summed(perceiver.Settings(), data, model, range(1), perceiver.every_point(config), torch.float32, set())
 
 
 def test_a_video_is_turned_as_players_show_it_and_one_that_starts_late_is_found(tmp_path: Path) -> None:

@@ -272,6 +272,13 @@ def ended(processes: list[ForkServerProcess], output: Path, *, disks: Sequence[s
     return Ended([process.exitcode or 0 for process in processes], errors, output, disks)
 
 
+def ran(program: Callable[[], None], output: Path, ranks: int, *, code: int = 0, **how: Any) -> Ended:
+    """Run a world to its end. Each rank must exit with this code."""
+    end = ended(started(program, output, ranks, **how), output, disks=how.get("disks", ()))
+    assert end.codes == [code] * ranks, end.errors
+    return end
+
+
 def world(plan: Training, output: Path, ranks: int, **how: Any) -> Ended:
     """Train with this number of ranks until they end."""
     return ended(started(functools.partial(train, plan), output, ranks, **how), output, disks=how.get("disks", ()))
@@ -285,9 +292,7 @@ def _exact(args: Sequence[str]) -> None:
 def exact(args: Sequence[str], output: Path, ranks: int) -> Ended:
     """Run programs/exact.py with this number of ranks, without pauses. No rank may fail."""
     (output / "hurry").touch()
-    end = ended(started(functools.partial(_exact, args), output, ranks, **{Env.WORKER: "0"}), output)
-    assert end.codes == [0] * ranks, end.errors
-    return end
+    return ran(functools.partial(_exact, args), output, ranks, **{Env.WORKER: "0"})
 
 
 Calm = Callable[[Training, int], Ended]

@@ -21,7 +21,7 @@ from outlast.base.errors import NotFound, OutlastError
 from outlast.job import contract
 from outlast.job.contract import Env
 from outlast.job.spec import Checkpoint as Spec
-from outlast.recipes.shared import evaluation
+from outlast.recipes.shared import results
 from outlast.storage import checkpoints, runs
 from outlast.storage.checkpoints import both_places, in_store, on_disk, register, register_rules, retention
 from outlast.storage.checkpoints.register_rules import Latest, Place
@@ -280,15 +280,15 @@ def test_the_best_is_fetched_to_be_evaluated(memory: Store, tmp_path: Path, caps
     assert both_places.evaluated(tmp_path, memory, RUN, ["--batch=3"]) == ["--batch=3"]
     assert both_places.evaluated(tmp_path, memory, RUN, ["--checkpoint=best", "--batch=3"]) == ["--batch=3", "--checkpoint=1"]
     assert capsys.readouterr().err == f"outlast | fetching the checkpoint of step 1 (1 B) from {memory.url}\n"
-    assert evaluation.checkpoint(tmp_path, "1") == evaluation.checkpoint(tmp_path, "best") == here / contract.checkpoint_name(1)
-    assert evaluation.checkpoint(tmp_path) == here / contract.checkpoint_name(3)
+    assert results.checkpoint(tmp_path, "1") == results.checkpoint(tmp_path, "best") == here / contract.checkpoint_name(1)
+    assert results.checkpoint(tmp_path) == here / contract.checkpoint_name(3)
     for run in (RUN, "of-a-later-file"):
         assert both_places.evaluated(tmp_path, None, run, ["--checkpoint=best"]) == ["--checkpoint=1"]
     (here / contract.checkpoint_name(1) / "a").write_bytes(b"?")
     with pytest.raises(NotFound, match=r"step-00000001 is damaged: a has crc32 \d+ instead of \d+; name another one with"):
-        evaluation.checkpoint(tmp_path, "best")
+        results.checkpoint(tmp_path, "best")
     assert both_places.evaluated(tmp_path, memory, RUN, ["--checkpoint=best"]) == ["--checkpoint=1"], "it is fetched once more"
-    assert evaluation.checkpoint(tmp_path, "best").name == contract.checkpoint_name(1)
+    assert results.checkpoint(tmp_path, "best").name == contract.checkpoint_name(1)
     with pytest.raises(NotFound, match="no checkpoint of step 9; there are: 1, 2, 3"):
         both_places.evaluated(tmp_path, memory, RUN, ["--checkpoint=9"])
 
@@ -344,7 +344,7 @@ def test_the_last_value_logged_counts_though_another_process_logged_it(tmp_path:
     assert {step: metric and metric.value for step, metric in found.items()} == {2: 20, 3: 20, 5: 50, 6: 50}
     assert metrics.last(tmp_path / contract.METRICS, "acc", 4) == 20
     assert metrics.last(tmp_path / contract.METRICS, "acc", 1) is metrics.last(tmp_path / "none", "acc", 1) is None
-    assert evaluation.checkpoint(tmp_path, "best").name == contract.checkpoint_name(5), "the older of equal ones"
+    assert results.checkpoint(tmp_path, "best").name == contract.checkpoint_name(5), "the older of equal ones"
 
 
 @pytest.mark.parametrize(

@@ -114,9 +114,7 @@ def test_the_first_start_of_a_run_needs_the_disk_of_rank_0_only(tmp_path: Path, 
     """In a job, and in a torchrun, which numbers no generations."""
     small_disks.protect(small_disk)
     disks = ["a", "disk"]
-    processes = worlds.started(functools.partial(train, Plan()), tmp_path, 2, generation=generation, disks=disks)
-    end = worlds.ended(processes, tmp_path, disks=disks)
-    assert end.codes == [0, 0], end.errors
+    end = worlds.ran(functools.partial(train, Plan()), tmp_path, 2, generation=generation, disks=disks)
     assert f"outlast: output {small_disk} cannot be written: Read-only file system; training goes on" in end.errors[1]
     assert committed(tmp_path / "a") == [10, 15, 20]
 
@@ -186,8 +184,7 @@ def committed(output: Path) -> list[int]:
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> object:
     """The hash that the weights end with."""
     output = tmp_path_factory.mktemp("undisturbed")
-    end = worlds.ended(worlds.started(functools.partial(train, Plan()), output, 2), output)
-    assert end.codes == [0, 0], end.errors
+    worlds.ran(functools.partial(train, Plan()), output, 2)
     [weights] = {json.loads((output / f"workers/{rank}/result.json").read_text())["hash"] for rank in range(2)}
     return weights
 
@@ -258,9 +255,7 @@ def _sockets() -> set[str]:
 
 
 def test_saves_go_on_after_a_reset_of_their_connections(tmp_path: Path):
-    processes = worlds.started(cut, tmp_path, 2, **{Env.CHECKPOINT_EVERY: f"{EVERY} steps", Env.CHECKPOINT_KEEP: "9"})
-    end = worlds.ended(processes, tmp_path)
-    assert end.codes == [0, 0], end.errors
+    end = worlds.ran(cut, tmp_path, 2, **{Env.CHECKPOINT_EVERY: f"{EVERY} steps", Env.CHECKPOINT_KEEP: "9"})
     assert "step 15 could not be saved: the ranks lost each other" in end.errors[0]
     assert [c.step for c in end.checkpoints] == [5, 10, 20]
 

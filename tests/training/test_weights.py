@@ -107,9 +107,7 @@ def exported(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 def test_wrapped_and_sharded_models_are_exported_whole_under_their_own_names(tmp_path: Path, kind: str):
-    end = worlds.ended(worlds.started(functools.partial(exported, kind), tmp_path, 2), tmp_path)
-    assert end.codes == [0, 0], end.errors
-    assert end.errors == ["end/model.pt\n"] * 2
+    assert worlds.ran(functools.partial(exported, kind), tmp_path, 2).errors == ["end/model.pt\n"] * 2
     found = torch.load(tmp_path / "end/model.pt", weights_only=True)
     assert {name: (type(tensor), tuple(tensor.shape), tensor.dtype) for name, tensor in found.items()} == {
         "0.weight": (torch.Tensor, (9, 7), torch.float32),
@@ -123,8 +121,7 @@ def test_wrapped_and_sharded_models_are_exported_whole_under_their_own_names(tmp
 
 
 def test_a_full_disk_is_one_sentence_on_all_ranks_and_leaves_nothing_behind(tmp_path: Path):
-    end = worlds.ended(worlds.started(functools.partial(exported, "full disk"), tmp_path, 2), tmp_path)
-    for error in end.errors:
+    for error in worlds.ran(functools.partial(exported, "full disk"), tmp_path, 2).errors:
         assert f"{tmp_path}/end/model.pt cannot be written: " in error
     assert list((tmp_path / "end").iterdir()) == []
 

@@ -35,7 +35,7 @@ from outlast.base.errors import OutlastError
 from outlast.data import cifar
 from outlast.job import contract
 from outlast.recipes import pixels
-from outlast.recipes.shared import evaluation, loop, results, settings
+from outlast.recipes.shared import loop, results, settings
 from outlast.recipes.shared.settings import flag
 from outlast.training import Session, Stream, device
 from outlast.training.samples.stream import Batch
@@ -339,7 +339,7 @@ def evaluate(s: Settings) -> None:
     for label, class_ in enumerate(short(images.names)):
         these = right[images.y == label]
         classes[class_] = {"images": len(these), "right": int(these.sum()), "accuracy": percent(these)}
-    evaluation.write(name, model, images=len(images), accuracy=overall, classes=classes)
+    results.evaluation(name, model, images=len(images), accuracy=overall, classes=classes)
 
     print(f"Accuracy of the network on the {len(images)} test images: {overall} %")
     width = max(5, *map(len, classes))
@@ -371,7 +371,7 @@ def trained(output: Path, file: str = "", name: str = "") -> tuple[nn.Sequential
     if file or (path.exists() and not name):
         load(model, path)
         return model, path.name
-    path = evaluation.checkpoint(output, name)
+    path = results.checkpoint(output, name)
     optimizer = sgd(model, Settings())
     checkpoint.restore(path, {"model": model, "optimizer": optimizer})
     return averaged(model, optimizer), path.name

@@ -18,26 +18,30 @@ job. --evaluate writes evaluation.json to the same directory.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import math
 import os
-from collections.abc import Sequence
+import shutil
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, cast
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 
 from outlast.base.errors import NotFound, OutlastError
+from outlast.data import shard_format
+from outlast.data.prepare import tokenizer as tokenizers
 from outlast.job import contract
-from outlast.recipes import gpt_data, gpt_model
-from outlast.recipes.gpt_data import Corpus
+from outlast.recipes import gpt_model
 from outlast.recipes.gpt_model import GPT, Config, Losses, Pretrained
-from outlast.recipes.shared import evaluation, loop, results, settings
+from outlast.recipes.shared import loop, results, settings
 from outlast.recipes.shared.loop import Log, Record
 from outlast.recipes.shared.settings import flag
-from outlast.training import Session, Stream, device
+from outlast.training import Session, Shards, Stream, device
 from outlast.training.samples.stream import Batch
 from outlast.training.state import weights
 
@@ -119,6 +123,101 @@ class Settings:
     final_samples: int = flag(0, "texts to print at the end of training", least=0)
 
 
+# The text and its tokenizer, which `outlast data prepare text` or nanoGPT has prepared
+
+
+VOCABULARY = 50304
+"""Default vocabulary size: GPT-2's 50,257 tokens, rounded up to a multiple of 64 for faster kernels (nanoGPT)."""
+
+
+class Corpus:
+    """Prepared text in a directory, or below a URL in a store. Raises OutlastError for unusable data."""
+
+    def __init__(self, place: str, block: int) -> None:
+        self.place = place
+        self.train, self.val = (Shards(place, part, block=block) for part in ("train", "val"))
+        manifest = self.train.manifest
+        self.tokenizer = Tokenizer.read(self.train.file(manifest.tokenizer)) if manifest.tokenizer else None
+        self.vocab_size: int = manifest.vocab_size or VOCABULARY
+        shard_format.check_dtype(self.vocab_size, manifest.dtype, place)
+
+    def check(self, tokens: Tensor) -> None:
+        """Raise OutlastError for a token outside the vocabulary. `tokens` must be on the CPU."""
+        if (largest := int(tokens.max())) >= self.vocab_size:
+            raise OutlastError(
+                f"{self.place} holds token {largest}, and its vocabulary has {self.vocab_size}, so it was made by another "
+                "tokenizer; prepare it again, or correct meta.pkl"
+            )
+
+
+def spread(part: Shards, count: int) -> Tensor:
+    """Return at most `count` blocks (n, block + 1), int64, spread evenly over a part. They are the same every time."""
+    n = min(count, len(part))
+    return cast(Tensor, part.take(np.arange(n) * len(part) // n))
+
+
+@dataclasses.dataclass(frozen=True)
+class Tokenizer:
+    """A tokenizer in a file: `tokenizer.json` from `outlast data prepare text`, or nanoGPT's characters in `meta.pkl`."""
+
+    file: Path
+    digest: str
+    encode: Callable[[str], list[int]]
+    decode: Callable[[Sequence[int]], str]
+
+    @classmethod
+    def read(cls, file: Path) -> Tokenizer:
+        """Read the tokenizer in a file. Raises OutlastError."""
+        digest = hashlib.sha256(file.read_bytes()).hexdigest()[:16]
+        if file.suffix == ".pkl":
+            vocabulary = shard_format.vocabulary(file)
+            encode = _characters(vocabulary.stoi, file)
+            unknown = "\N{REPLACEMENT CHARACTER}"
+            return cls(file, digest, encode, lambda ids: "".join(vocabulary.itos.get(i, unknown) for i in ids))
+        made = tokenizers.library().Tokenizer.from_file(str(file))
+        return cls(file, digest, lambda text: list(made.encode(text).ids), lambda ids: str(made.decode(list(ids))))
+
+
+def _characters(ids: Mapping[str, int], file: Path) -> Callable[[str], list[int]]:
+    def encode(text: str) -> list[int]:
+        if strange := sorted(set(text) - set(ids)):
+            raise OutlastError(f"the text has {strange[0]!r}, which {file.name} has no token for; leave it out")
+        return [ids[character] for character in text]
+
+    return encode
+
+
+def record(config: Config, digest: str = "") -> Record:
+    """Return a new run's record: sizes, tokenizer and best loss. The model is measured before the first step."""
+    about = {"config": dataclasses.asdict(config), "tokenizer": digest, "best": float("inf")}
+    return Record({"tokenizer": "another tokenizer"}, owed=True, **about)
+
+
+def same_tokenizer(of_model: str, of_data: str, name: str) -> None:
+    """Raise OutlastError if the digests of the model's and the data's tokenizers are both known and differ."""
+    if of_model and of_data and of_model != of_data:
+        raise OutlastError(
+            f"{name} was trained with tokenizer {of_model}, and the data were made by {of_data}: the same numbers mean other "
+            "text; give the data it was trained on, or begin a new run"
+        )
+
+
+def keep_tokenizer(tokenizer: Tokenizer | None, output: Path) -> None:
+    """Copy the tokenizer to the output directory, so that `--sample` needs no data."""
+    if tokenizer is not None:
+        shutil.copyfile(tokenizer.file, partial := output / f".{tokenizer.file.name}.writing")
+        partial.replace(output / tokenizer.file.name)
+
+
+def kept_tokenizer(output: Path) -> Tokenizer | None:
+    """Return the tokenizer in an output directory, or None."""
+    files = (output / name for name in (shard_format.TOKENIZER, shard_format.META))
+    return next((Tokenizer.read(file) for file in files if file.exists()), None)
+
+
+# Training
+
+
 class Training(loop.Recipe):
     """A training run, whose methods `loop.train` calls."""
 
@@ -135,7 +234,7 @@ class Training(loop.Recipe):
         pieces = s.batch_size if s.gradient_accumulation_steps >= run.world_size else None
         self.stream = Stream(self.corpus.train, batch=step, microbatch=pieces, seed=s.seed, steps=s.max_iters)
         self.blocks = {
-            name: gpt_data.spread(part, s.eval_iters * s.batch_size)
+            name: spread(part, s.eval_iters * s.batch_size)
             for name, part in (("train", self.corpus.train), ("val", self.corpus.val))
         }
         self.tokens = step * s.block_size
@@ -262,7 +361,7 @@ class Training(loop.Recipe):
         run.export(self.model)
         results.final(run, tensors, step=step, **self.record.losses, best_val_loss=self.record.best)
         if run.rank == 0:
-            gpt_data.keep_tokenizer(self.corpus.tokenizer, run.output)
+            keep_tokenizer(self.corpus.tokenizer, run.output)
             if s.final_samples:
                 model = GPT(self.model.config)
                 model.load_state_dict(tensors)
@@ -293,18 +392,18 @@ def first(s: Settings, corpus: Corpus) -> tuple[GPT, Record]:
     digest = corpus.tokenizer.digest if corpus.tokenizer else ""
     if s.init_from in ("scratch", "resume"):
         config = shape(s, corpus.vocab_size)
-        return GPT(config), gpt_data.record(config, digest)
+        return GPT(config), record(config, digest)
     pretrained = gpt_model.pretrained(s.init_from, s.block_size, s.dropout)
     if s.use_moe and not pretrained.config.num_experts:
         raise OutlastError(f"init_from {s.init_from} is a dense model, and use_moe asks for experts; leave out one of the two")
-    gpt_data.same_tokenizer(pretrained.digest, digest, s.init_from)
+    same_tokenizer(pretrained.digest, digest, s.init_from)
     if corpus.tokenizer and corpus.vocab_size > pretrained.config.vocab_size:
         raise OutlastError(
             f"init_from {s.init_from} knows {pretrained.config.vocab_size} tokens, and the data have {corpus.vocab_size}: they "
             "were made by another tokenizer; prepare the text with the model's own"
         )
     corpus.vocab_size = pretrained.config.vocab_size
-    return pretrained.model(), gpt_data.record(pretrained.config, digest or pretrained.digest)
+    return pretrained.model(), record(pretrained.config, digest or pretrained.digest)
 
 
 def dtype(s: Settings, where: torch.device, run: Session | None = None) -> torch.dtype:
@@ -336,7 +435,7 @@ def newest(s: Settings) -> Pretrained:
     if s.init_from not in ("scratch", "resume"):
         return gpt_model.pretrained(s.init_from)
     try:
-        return gpt_model.trained(evaluation.checkpoint(output, s.checkpoint))
+        return gpt_model.trained(results.checkpoint(output, s.checkpoint))
     except NotFound:
         if s.checkpoint or not (path := output / gpt_model.CHECKPOINT).exists():
             raise
@@ -348,7 +447,7 @@ def evaluate(s: Settings) -> None:
     """Measure loss and perplexity on all blocks of the validation text."""
     where, pretrained = device.computing(), newest(s)
     corpus = Corpus(place(s), pretrained.config.block_size)
-    gpt_data.same_tokenizer(pretrained.digest, corpus.tokenizer.digest if corpus.tokenizer else "", pretrained.name)
+    same_tokenizer(pretrained.digest, corpus.tokenizer.digest if corpus.tokenizer else "", pretrained.name)
     corpus.vocab_size = pretrained.config.vocab_size
     model = pretrained.model().to(where).eval()
     total, blocks = 0.0, len(corpus.val)
@@ -359,20 +458,20 @@ def evaluate(s: Settings) -> None:
                 total += model(x[:, :-1], x[:, 1:]).main.item() * len(x)
     loss = total / blocks
     name, tokens = Path(pretrained.name).name, blocks * pretrained.config.block_size
-    evaluation.write(name, model, tokens=tokens, loss=loss, perplexity=math.exp(loss))
+    results.evaluation(name, model, tokens=tokens, loss=loss, perplexity=math.exp(loss))
     print(f"{name}: val loss {loss:.4f}, perplexity {math.exp(loss):.2f} on {tokens:,} tokens")
 
 
 def sample(s: Settings) -> None:
     """Print text generated with the newest weights."""
     pretrained = newest(s)
-    tokenizer = gpt_data.kept_tokenizer(results.output())
+    tokenizer = kept_tokenizer(results.output())
     if tokenizer is None and (s.data or s.dataset or contract.Env.DATA in os.environ):
         tokenizer = Corpus(place(s), pretrained.config.block_size).tokenizer
     show(s, pretrained.model().to(device.computing()), tokenizer)
 
 
-def show(s: Settings, model: GPT, tokenizer: gpt_data.Tokenizer | None) -> None:
+def show(s: Settings, model: GPT, tokenizer: Tokenizer | None) -> None:
     """Print text generated by a model, or the token ids if there is no tokenizer."""
     start = tokenizer.encode(s.prompt) if tokenizer else [0]
     if not start:

@@ -20,20 +20,24 @@ from __future__ import annotations
 import copy
 import itertools
 import math
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from outlast.base.errors import OutlastError
-from outlast.recipes import imagenet_data, imagenet_model, pixels
-from outlast.recipes.imagenet_data import Images
+from outlast.data import shard_format
+from outlast.data.prepare import images
+from outlast.job import contract
+from outlast.recipes import imagenet_model, pixels
 from outlast.recipes.imagenet_model import ResNet, Statistics
-from outlast.recipes.shared import evaluation, loop, results, settings
+from outlast.recipes.shared import loop, results, settings
 from outlast.recipes.shared.loop import Log, Record
 from outlast.recipes.shared.settings import flag
 from outlast.training import Session, Stream, device
@@ -113,13 +117,137 @@ class Settings:
         return torch.channels_last if self.channels_last else torch.contiguous_format
 
 
+# The data: images from files or packed shards, or synthetic images
+
+
+PACKED_AT_ONCE = 16 * 2**30  # maximum bytes of decoded images to pack by default: 13 times tiny-imagenet, some minutes of work
+
+
+def opened(s: Settings, run: Session | None = None) -> Pictures | Synthetic:
+    """Open the data that the settings name. All ranks must call this if `run` is given. Raises OutlastError for unusable data."""
+    if s.synthetic:
+        return Synthetic(s)
+    place = directory(s)
+    if run is None:
+        return Pictures(s, place)
+    with run.alive():  # packing takes minutes
+        pictures = Pictures(s, place)
+    if pictures.packed:
+        pixels.agreed(run, pictures.train, pictures.val)
+    return pictures
+
+
+def directory(s: Settings) -> str:
+    """Return the path or URL of the images. A directory `train` beside `val` stands for its parent. Raises OutlastError."""
+    named = s.data or os.environ.get(contract.Env.DATA, "")
+    if not named:
+        raise OutlastError(
+            f"no data: give a directory (--data DIR), set {contract.Env.DATA}, or train on made ones with --synthetic; "
+            "outlast data get tiny-imagenet-200 downloads some"
+        )
+    path = Path(named)
+    if path.name == "train" and (path.parent / "val").is_dir():
+        return str(path.parent)
+    if "://" not in named and not path.is_dir():
+        raise OutlastError(f"data {named}: there is no such directory; give one with train/CLASS/ and val/CLASS/")
+    return named
+
+
+class Pictures:
+    """Images in files or packed shards. Provides datasets of them for a `Stream`, and augments micro-batches."""
+
+    def __init__(self, s: Settings, place: str) -> None:
+        self._s, self.place = s, place
+        self.train: Any
+        self.val: Any
+        self.classes: list[str]  # names, by label
+        if "://" in place or (Path(place) / shard_format.MANIFEST).exists():
+            self.train, self.val = (pixels.packed(place, part) for part in ("train", "val"))
+        else:
+            size = stored(s, Path(place))
+            self.train, self.val = (pixels.folder(place, part, size=size, skip_bad=s.skip_bad) for part in ("train", "val"))
+            if s.pack or (s.pack is None and self._bytes(size) <= PACKED_AT_ONCE):
+                packed = pixels.pack(place, size=size, skip_bad=s.skip_bad)
+                self.train, self.val = (pixels.packed(packed, part) for part in ("train", "val"))
+        self.packed = isinstance(self.train, pixels.Packed)
+        self.bad = int(self.train.bad) if self.packed else 0  # undecodable images that packing has left out
+        self.classes = list(self.train.classes) or [str(label) for label in range(s.num_classes or 0)]
+        if not self.classes:
+            raise OutlastError(f"{place} does not say which classes there are; give their number with --num-classes")
+        self.train.classes = self.val.classes = self.classes  # packed images compare their labels with these
+
+    def _bytes(self, size: int | None) -> int:
+        side = size or int(self.train[0].x.shape[0])
+        return (len(self.train) + len(self.val)) * 3 * side * side
+
+    def bad_names(self) -> list[str]:
+        """Return the names of the images that this rank could not decode, or an empty list if images are packed."""
+        return [] if self.packed else [*self.train.bad, *self.val.bad]
+
+    def batch(self, piece: Any, epoch: int | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Return a micro-batch's images (b, 3, s, s) and labels (b,), on its device.
+
+        The images are augmented if `epoch` is given. Validation passes None.
+        """
+        s = self._s
+        x, y, index, aspect = piece  # (b, h, w, 3) bytes, (b,), (b,), (b,)
+        if epoch is None:
+            x = pixels.crop_resize(x, pixels.centre(aspect, s.val_crop), s.image_size)
+        else:
+            u = pixels.draws(s.seed, epoch, index, pixels.CROP + 1)
+            boxes = pixels.boxes(u[:, : pixels.CROP], aspect, (s.min_crop, 1.0))
+            x = pixels.crop_resize(x, boxes, s.image_size, mirrored=u[:, -1] < 0.5 if s.flip else None)
+        return pixels.normalised(x, dtype=dtype, memory_format=s.memory_format), y
+
+
+def stored(s: Settings, root: Path) -> int | None:
+    """Return the side in pixels to which images are resized before cropping; None keeps their original size."""
+    if s.stored_size is not None:
+        return s.stored_size or None
+    if (images.inside(root) / "val" / "val_annotations.txt").exists():  # tiny-imagenet: all are 64 x 64
+        return None
+    return s.image_size * 8 // 7  # 256 for 224, as is common
+
+
+class Synthetic:
+    """Synthetic images, generated once on the device, so that a measurement covers only the step."""
+
+    place = "synthetic"
+    bad = 0
+
+    def __init__(self, s: Settings) -> None:
+        self._s, self._pool = s, torch.empty(0)
+        self.train = np.arange(s.synthetic_images)
+        self.val = np.arange(max(1, s.synthetic_images // 20))
+        self.classes = [str(label) for label in range(s.num_classes or 1000)]
+
+    def bad_names(self) -> list[str]:
+        """Return an empty list, because no image is decoded."""
+        return []
+
+    def batch(self, piece: Any, epoch: int | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Return noise (b, 3, s, s), the same in every micro-batch, and labels (b,) that the model can memorize."""
+        if not len(self._pool):
+            draw = torch.Generator().manual_seed(self._s.seed)
+            pool = torch.randn(self._s.piece, 3, self._s.image_size, self._s.image_size, generator=draw)
+            self._pool = pool.to(piece.device, dtype, memory_format=self._s.memory_format)
+        labels = torch.arange(len(piece), device=piece.device) % len(self.classes)
+        return self._pool[: len(piece)], labels
+
+
+Images = Pictures | Synthetic
+
+
+# Training
+
+
 class Training(loop.Recipe):
     """A training run, whose methods `loop.train` calls."""
 
     def __init__(self, s: Settings, run: Session) -> None:
         super().__init__(s, run)
         torch.backends.cudnn.benchmark = not s.deterministic
-        self.data = data = imagenet_data.opened(s, run)
+        self.data = data = opened(s, run)
         self.log.line(f"=> creating model: {s.arch}")
         self.model, self.record = first(s, data, self.log)
         placed(s, self.model, run.device)
@@ -331,7 +459,7 @@ def measured(dtype: torch.dtype, data: Images, model: ResNet, batches: Iterable[
 
 def evaluate(s: Settings) -> None:
     """Measure acc@1 and acc@5 on all validation images. Prints the worst classes, and writes evaluation.json with all classes."""
-    where, data = device.computing(), imagenet_data.opened(s)
+    where, data = device.computing(), opened(s)
     name, model, names = newest(s, data, results.output())
     if list(names) != list(data.classes):
         other = next(iter(sorted(set(names) ^ set(data.classes))), "the same in another order")
@@ -345,7 +473,7 @@ def evaluate(s: Settings) -> None:
         label: {"images": n, "right": right, "accuracy": round(100 * right / n, 3) if n else None}
         for label, (n, right) in zip(data.classes, counts, strict=True)
     }
-    evaluation.write(name, model, arch=model.arch, images=len(data.val), **means, classes=by_class)
+    results.evaluation(name, model, arch=model.arch, images=len(data.val), **means, classes=by_class)
     print(f"{name}: {shown(means)} on {len(data.val):,} images, loss {means['val_loss']:.4f}")
     if "acc5" not in means:
         print(f"Acc@5 is not measured: of {len(data.classes)} classes, the first five are all of them")
@@ -362,7 +490,7 @@ def newest(s: Settings, data: Images, output: Path) -> tuple[str, ResNet, Sequen
         if omitted := imagenet_model.load(model, Path(s.weights)):
             raise OutlastError(f"--weights {s.weights} cannot be measured here without {omitted}")
         return Path(s.weights).name, model, data.classes
-    path = evaluation.checkpoint(output, s.checkpoint)
+    path = results.checkpoint(output, s.checkpoint)
     record = Record.read(path)
     model = ResNet(record.arch, record.outputs)
     model.load_state_dict(checkpoint.read(path, "ema" if record.ema else "model"))

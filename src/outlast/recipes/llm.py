@@ -39,7 +39,7 @@ from outlast.data.prepare import chat
 from outlast.job import contract
 from outlast.recipes import llm_data
 from outlast.recipes.llm_data import Row, Samples
-from outlast.recipes.shared import evaluation, loop, results, settings
+from outlast.recipes.shared import loop, results, settings
 from outlast.recipes.shared.loop import Record
 from outlast.recipes.shared.settings import flag
 from outlast.training import Session, Stream, device
@@ -443,7 +443,7 @@ def perplexity(loss: float) -> float:
 def evaluate(s: Settings) -> None:
     """Measure a checkpoint's loss and perplexity on the validation file."""
     logged(dataclasses.replace(s, log_level="WARNING"), 0)
-    where, path = device.computing(), evaluation.checkpoint(results.output(), s.checkpoint)
+    where, path = device.computing(), results.checkpoint(results.output(), s.checkpoint)
     parts = Parts.load(s, where, None)
     if parts.val is None:
         raise OutlastError("there is nothing to measure on; name a validation file with --val")
@@ -456,7 +456,7 @@ def evaluate(s: Settings) -> None:
         learned += len(row.targets)
     loss = total / learned
     about = {"samples": len(parts.val), "tokens": learned, "loss": loss, "perplexity": perplexity(loss)}
-    evaluation.write(path.name, parts.training(), **about)
+    results.evaluation(path.name, parts.training(), **about)
     print(f"{'weights':<24}{'samples':>10}{'learned tokens':>16}{'val loss':>12}{'perplexity':>12}")
     print(f"{path.name:<24}{len(parts.val):>10,}{learned:>16,}{loss:>12.4f}{perplexity(loss):>12.2f}", flush=True)
 

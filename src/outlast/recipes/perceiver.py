@@ -18,27 +18,29 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import math
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, Subset
 
 from outlast.base.errors import OutlastError
 from outlast.job import contract
-from outlast.recipes import perceiver_data, perceiver_measure, perceiver_model
+from outlast.recipes import perceiver_data, perceiver_model
 from outlast.recipes.perceiver_data import Clips, Data
-from outlast.recipes.perceiver_model import Config, Perceiver, Points
-from outlast.recipes.shared import evaluation, loop, results, settings
+from outlast.recipes.perceiver_model import Config, Decoded, Perceiver, Points
+from outlast.recipes.shared import loop, results, settings
 from outlast.recipes.shared.loop import Record
 from outlast.recipes.shared.settings import flag
-from outlast.training import Session, Stream, device
+from outlast.training import Session, Shards, Stream, device
 from outlast.training.samples.stream import Batch, share_of
 from outlast.training.state import checkpoint
 
@@ -232,7 +234,7 @@ class Training(loop.Recipe):
         with run.alive():
             sums = summed(s, self.data, self.model, range(first, last), points, self.dtype, self.bad)
         self.model.train()
-        means = perceiver_measure.means(sum(run.gather(sums)), s)
+        means = averages(sum(run.gather(sums)), s)
         values: dict[str, Any] = {f"val_{name}": value for name, value in means.items()}
         self.record.losses |= values
         run.log(step, **values)
@@ -378,20 +380,101 @@ def place(s: Settings, config: Config, output: Path) -> Data:
 
 
 def summed(s: Settings, d: Data, model: Perceiver, clips: range, points: Points, kind: torch.dtype, bad: set[str]) -> Tensor:
-    """Return the sums of `perceiver_measure.measured` over the validation clips at the indices `clips`."""
+    """Return the sums of `measured` over the validation clips at the indices `clips`."""
     assert d.val is not None
-    sums = torch.zeros(len(perceiver_measure.NAMES), dtype=torch.float64)
-    for at, data in perceiver_measure.read(d.val, clips.start, clips.stop, s.test_batch_size, s.workers):
+    sums = torch.zeros(len(SUMS), dtype=torch.float64)
+    for at, data in batches(d.val, clips.start, clips.stop, s.test_batch_size, s.workers):
         weight = usable(s, d, bad, data, range(at, clips.stop), model.config.classes, "val")
-        sums = sums + perceiver_measure.measured(model, data, weight, points, kind)
+        sums = sums + measured(model, data, weight, points, kind)
     return sums
+
+
+SUMS = ("clips", "image_l1", "audio_l1", "label_ce", "squares", "top1", "top5")  # names of the sums over clips, in order
+_CHUNK = 8192  # points to decode at a time; arbitrary
+
+
+def averages(sums: Tensor, s: Any) -> dict[str, float]:
+    """Return means from the sums: the loss, its parts, PSNR in dB for pixels from 0 to 1, and accuracies from 0 to 1."""
+    clips = float(sums[0])
+    if not clips:
+        raise OutlastError("no validation clip can be read; see the sentences above")
+    means = {name: each / clips for name, each in zip(SUMS[1:], sums.tolist()[1:], strict=True)}
+    loss = s.image_weight * means["image_l1"] + s.audio_weight * means["audio_l1"] + s.label_weight * means["label_ce"]
+    psnr = -10 * math.log10(max(means.pop("squares"), 1e-12))
+    right = {name: means.pop(name) for name in ("top1", "top5")}
+    return {"loss": loss, **means, "psnr": psnr, **right}
+
+
+def batches(dataset: Clips | Shards, begin: int, end: int, size: int, workers: int) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield batches of `size` clips from `begin` up to `end`, each with the index of its first clip."""
+    if isinstance(dataset, Clips):
+        some: Any = Subset(cast(Any, dataset), range(begin, end))
+        loader = DataLoader(some, size, num_workers=workers, generator=torch.Generator())
+        for number, data in enumerate(loader):
+            yield begin + number * size, data
+    else:
+        for at in range(begin, end, size):
+            yield at, dataset.take(np.arange(at, min(at + size, end)))
+
+
+def measured(model: Perceiver, data: Mapping[str, Any], weight: Tensor, points: Points, kind: torch.dtype) -> Tensor:
+    """Return sums over the clips with weight 1, in the order of `SUMS`, on the CPU. Labels are hidden from the model."""
+    where = model.latents.device
+    keep = weight.bool()
+    if not keep.any():
+        return torch.zeros(len(SUMS), dtype=torch.float64)
+    video, audio, label = (data[name][keep].to(where) for name in ("video", "audio", "label"))
+    made = reconstructed(model, video, audio, points, kind)
+    image, sound = perceiver_model.targets(video, audio, Points(*(each.to(where) for each in points)), model.config)
+    ones = weight.new_ones(len(label), device=where)
+    each = perceiver_model.losses(made, image, sound, label, ones)
+    squares = (made.image.float().clamp(0, 1) - image).square().mean((1, 2)).sum()
+    best = made.label.topk(min(5, made.label.shape[1])).indices == label[:, None]
+    n = len(label)
+    sums = [n, *(float(loss) * n for loss in each), float(squares), int(best[:, 0].sum()), int(best.sum())]
+    return torch.tensor(sums, dtype=torch.float64)
+
+
+def reconstructed(model: Perceiver, video: Tensor, audio: Tensor, points: Points, kind: torch.dtype) -> Decoded:
+    """Reconstruct clips with hidden labels, at any number of points. The latents are computed only once."""
+    where, b = video.device, len(video)
+    no_label = torch.zeros(b, dtype=torch.int64, device=where)
+    parts = []
+    with device.of(where).autocast(kind):
+        latents = model.encode(video, audio, no_label, torch.ones(b, dtype=torch.bool, device=where))
+        image = points.image.split(_CHUNK)
+        sound = points.audio.split(_CHUNK)
+        for number in range(max(len(image), len(sound))):
+            some = Points(*(each[number] if number < len(each) else each[0][:0] for each in (image, sound)))
+            parts.append(model.decode(latents, Points(*(each.to(where) for each in some))))
+    return Decoded(torch.cat([part.image for part in parts], 1), torch.cat([part.audio for part in parts], 1), parts[0].label)
+
+
+def every_point(config: Config) -> Points:
+    """Return all points of a clip."""
+    return Points(torch.arange(config.image_points), torch.arange(config.audio_points))
+
+
+UNITS = {"psnr": " dB", "label_ce": " nats"}
+
+
+def beside(model: Perceiver, dataset: Clips | Shards, index: int, kind: torch.dtype) -> tuple[Any, Any]:
+    """Return a clip and its reconstruction side by side, (t, h, 2 w, 3) uint8, and the reconstructed audio, (samples,) int16."""
+    c, where = model.config, model.latents.device
+    _, data = next(batches(dataset, index, index + 1, 1, 0))
+    if problem := data.get("problem", [""])[0]:
+        raise OutlastError(problem)
+    made = reconstructed(model, data["video"].to(where), data["audio"].to(where), every_point(c), kind)
+    image = (made.image[0].float().clamp(0, 1) * 255).round().byte().view(c.frames, c.image_size, c.image_size, 3).cpu()
+    sound = (made.audio[0].float().flatten().clamp(-1, 1) * 32767).short().cpu()
+    return torch.cat((data["video"][0], image), 2).numpy(), sound.numpy()
 
 
 @torch.inference_mode()
 def evaluate(s: Settings) -> None:
     """Measure reconstruction losses, PSNR and accuracy on the validation clips. With --reconstruct, also writes a clip."""
     output, where = results.output(), device.computing()
-    path = evaluation.checkpoint(output, s.checkpoint)
+    path = results.checkpoint(output, s.checkpoint)
     config = Config(**Record.read(path).config)
     model = Perceiver(config)
     model.load_state_dict(checkpoint.read(path, "model"))
@@ -401,18 +484,18 @@ def evaluate(s: Settings) -> None:
         raise OutlastError(f"{data.place} has no validation clips; give a directory val, or raise --val")
     if s.reconstruct and s.clip >= len(data.val):
         raise OutlastError(f"--clip {s.clip} is not there: {data.place} has {len(data.val)} validation clips, counted from 0")
-    points, kind = perceiver_measure.every(config), device.dtype(s.dtype, where)
+    points, kind = every_point(config), device.dtype(s.dtype, where)
     if s.eval_points:
         points = Points(queried(config, dataclasses.replace(s, image_points=s.eval_points), -1).image, points.audio)
     bad = set[str]()
     sums = summed(s, data, model, range(len(data.val)), points, kind, bad)
-    means, clips = perceiver_measure.means(sums, s), int(sums[0])
-    evaluation.write(path.name, model, clips=clips, skipped=len(bad), **means)
+    means, clips = averages(sums, s), int(sums[0])
+    results.evaluation(path.name, model, clips=clips, skipped=len(bad), **means)
     print(f"{path.name} on {clips} validation clips of {data.place}")
     for name, value in means.items():
-        print(f"  {name:<10s} {value:10.5f}{perceiver_measure.UNITS.get(name, '')}")
+        print(f"  {name:<10s} {value:10.5f}{UNITS.get(name, '')}")
     if s.reconstruct:
-        shown = perceiver_measure.beside(model, data.val, s.clip, kind)
+        shown = beside(model, data.val, s.clip, kind)
         perceiver_data.write(Path(s.reconstruct), *shown)
         print(f"{s.reconstruct}: clip {s.clip}, and beside it what {path.name} makes of it")
 

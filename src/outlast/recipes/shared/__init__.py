@@ -1,1 +1,1 @@
-"""Parts shared by the recipes: training loop, settings, results, evaluation and packing of images."""
+"""Parts shared by the recipes: training loop, settings and results."""

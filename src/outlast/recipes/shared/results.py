@@ -1,4 +1,4 @@
-"""Runs a recipe's `main`, writes its results atomically, and reads pretrained weights."""
+"""Runs a recipe's `main`, writes its results atomically, selects the checkpoint to evaluate, and reads pretrained weights."""
 
 from __future__ import annotations
 
@@ -98,6 +98,26 @@ def final(run: Session, weights: nn.Module | Mapping[str, Tensor], **values: Any
     """Write `final.json` on rank 0, with the given values and the checksum of the weights."""
     if run.rank == 0:
         write_json(run.output / "final.json", {**values, "weights_sha256": sha256(weights)})
+
+
+def evaluation(name: str, model: nn.Module, **values: Any) -> None:
+    """Write `evaluation.json` with the name and checksum of the measured weights, and with `values`."""
+    write_json(output() / "evaluation.json", {"weights": name, "weights_sha256": sha256(model), **values})
+
+
+def checkpoint(output: Path, name: str = "") -> Path:
+    """Return the path of the checkpoint `name` (best or a step), or of the newest valid one. Raises NotFound if there is none."""
+    directory = output / contract.CHECKPOINTS
+    run = checkpoints.owner(directory)
+    usable = [c for c in checkpoints.list_(directory) if not c.problem and run in ("", c.run)]
+    if name:
+        chosen = checkpoints.named(usable, name)
+        if problem := checkpoints.verify(chosen.path):
+            raise NotFound(f"{chosen.path} is damaged: {problem}; name another one with --checkpoint, or leave it out")
+        return chosen.path
+    if valid := next((c for c in reversed(usable) if checkpoints.verify(c.path) is None), None):
+        return valid.path
+    raise NotFound(f"{output} has no valid checkpoint; train first, or name the output directory of a run that has one")
 
 
 def writable(file: str, name: str) -> None:
