@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from outlast.base.errors import OutlastError
-from outlast.cli import completion, find_job, transfer_progress
+from outlast.cli import completion, find_job, terminal, transfer_progress
 from outlast.cli.find_job import ContextOption, NamespaceOption
 
 
@@ -52,4 +52,6 @@ def fetch(
                 growing_files.fetch(stored, path, directory / path, stop)
     if report.failed:
         raise OutlastError(f"{report.failed[0][0]} could not be fetched: {report.failed[0][1]}; the same command tries again")
+    if not record.ended:
+        terminal.say(f"{record.job} has not ended, or uploads its results still: this is what its store has by now")
     print(f"{stored.url}: {directory}")
