@@ -119,6 +119,8 @@ def test_a_wait_ends_when_the_results_are_uploaded() -> None:
     assert (scene.wait().code, scene.script) == (Code.SUCCEEDED, [])
     scene = Scene(pod("running"), to("Succeeded", "all workers are done", step=400), *[nothing] * 400)
     assert (scene.wait().code, scene.clock) == (Code.SUCCEEDED, pytest.approx(1810, abs=5))
+    scene = Scene(pod("running"), to("Succeeded", "all workers are done", step=400), gone)
+    assert scene.wait().code == Code.SUCCEEDED, "its time to live was over at once"
 
 
 def test_a_wait_ends_with_the_job_and_tells_how_far_it_is_at_a_calm_pace() -> None:

@@ -188,6 +188,8 @@ class Waiter:
         """Return the result for a job that is gone from the cluster. The run's record in the store may show that the job had
         ended before."""
         status = last or JobStatus(name=self.name, run="")
+        if status.state is State.SUCCEEDED:  # it was removed while its workers uploaded
+            return self._result(status)
         if (recorded := _status_from_store(status)) is not None:
             return self._result(recorded)
         status = status.model_copy(update={"state": State.CANCELLED})
