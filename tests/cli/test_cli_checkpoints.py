@@ -60,7 +60,7 @@ def test_results_come_home_without_checkpoints_and_are_no_code_there(tmp_path: P
         place.put(name, b"x")
     code, said = of_a_store(tmp_path, "fetch", place.url)
     assert (code, said.splitlines()[-1]) == (0, "file://TMP/store/one: one")
-    assert "one has not ended, or uploads its results still: this is what its store has by now\n" in said
+    assert "no end of one is recorded: it trains, uploads results or was cancelled; this is what is there by now\n" in said
     found = {str(path.relative_to(tmp_path / "one")) for path in (tmp_path / "one").rglob("*") if path.is_file()}
     assert {name for name in found if not name.startswith(".")} == {"model.pt", "figures/a.png"}
     assert [entry.name for entry in code_files.listed(tmp_path, [tmp_path / "store", tmp_path / "output"]).entries] == [
@@ -68,7 +68,7 @@ def test_results_come_home_without_checkpoints_and_are_no_code_there(tmp_path: P
     ]
     runs.end(place, RUN, "Succeeded", "done", 0)
     code, said = of_a_store(tmp_path, "fetch", place.url, "check*", "--to", "saved")
-    assert (code, "has not ended" in said) == (0, False)
+    assert (code, "is recorded" in said) == (0, False)
     assert (tmp_path / "saved" / "checkpoints" / "step-00000001" / "weights").exists()
 
 

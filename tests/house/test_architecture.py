@@ -79,6 +79,29 @@ def test_what_the_map_names_is_in_the_file_that_it_names() -> None:
     assert {(file, name) for file, name in named if not defines(file, name)} == set(), "correct the page"
 
 
+def test_one_module_knows_how_torch_names_devices() -> None:
+    """Everything else asks `training.device`, so that it works on every accelerator."""
+    torchs = re.compile(r"\btorch\.(cuda|xpu|hpu|neuron|mps|accelerator)\b|\btorch_(xla|neuronx)\b(?!\")")
+    code = {path: re.sub(r'"""[\s\S]*?"""', "", path.read_text()) for path in SOURCE.rglob("*.py")}
+    found = {str(path.relative_to(SOURCE)) for path, text in code.items() if torchs.search(text)}
+    assert found == {"training/device.py"}
+
+
+def test_nothing_of_ours_draws_from_the_generator_that_scripts_seed() -> None:
+    """They draw from it, and so do recipes, which are such scripts; the others only keep its state for them."""
+    drawn = {
+        (path.relative_to(SOURCE).parts[0], node.attr)
+        for path in SOURCE.rglob("*.py")
+        if re.search(r"\brandom\.", path.read_text())
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "random"
+    }
+    kept = {("training", name) for name in ("seed", "getstate", "setstate")}
+    kept.add(("worker", "getstate"))  # to see whether an import draws from it
+    ours = {(where, name) for where, name in drawn if where != "recipes" and name not in ("Random", "SystemRandom")}
+    assert ours == kept
+
+
 def test_no_module_is_too_long() -> None:
     lengths = {str(path.relative_to(SOURCE)): len(path.read_text().splitlines()) for path in SOURCE.rglob("*.py")}
     over = {f"{name} ({lines} lines)" for name, lines in lengths.items() if lines > LINES}

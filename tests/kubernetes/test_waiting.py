@@ -108,19 +108,20 @@ def gone(scene: Scene) -> None:
     scene.cluster.delete(kinds.ELASTIC_JOB, "digits")
 
 
-def test_a_wait_ends_when_the_results_are_uploaded() -> None:
-    def pod(state: str) -> Callable[[Scene], object]:
-        meta = {"name": "digits-worker-0", "namespace": "team", "labels": WORKER}
-        statuses = [{"name": "trainer", "state": {state: {}}}]
-        document = {"apiVersion": "v1", "kind": "Pod", "metadata": meta, "spec": {}, "status": {"containerStatuses": statuses}}
-        return lambda scene: scene.cluster.put(copy.deepcopy(document))
+def pod(state: str) -> Callable[[Scene], object]:
+    meta = {"name": "digits-worker-0", "namespace": "team", "labels": WORKER}
+    statuses = [{"name": "trainer", "state": {state: {}}}]
+    document = {"apiVersion": "v1", "kind": "Pod", "metadata": meta, "spec": {}, "status": {"containerStatuses": statuses}}
+    return lambda scene: scene.cluster.put(copy.deepcopy(document))
 
+
+def test_a_wait_ends_when_the_results_are_uploaded() -> None:
     scene = Scene(pod("running"), to("Succeeded", "all workers are done", step=400), nothing, pod("terminated"))
     assert (scene.wait().code, scene.script) == (Code.SUCCEEDED, [])
     scene = Scene(pod("running"), to("Succeeded", "all workers are done", step=400), *[nothing] * 400)
     assert (scene.wait().code, scene.clock) == (Code.SUCCEEDED, pytest.approx(1810, abs=5))
     scene = Scene(pod("running"), to("Succeeded", "all workers are done", step=400), gone)
-    assert scene.wait().code == Code.SUCCEEDED, "its time to live was over at once"
+    assert scene.wait().code is Code.SUCCEEDED, "nothing was to be uploaded"
 
 
 def test_a_wait_ends_with_the_job_and_tells_how_far_it_is_at_a_calm_pace() -> None:
@@ -219,6 +220,10 @@ def test_of_a_job_that_was_removed_while_the_api_server_was_away_the_store_knows
     assert WithStore(running, away, ends).wait().code is Code.SUCCEEDED
     runs.update(place, "digits-1", state="Running")
     assert WithStore(running, gone).wait().code is Code.GONE
+    uploads = to("Succeeded", store={"url": url, "step": 3})
+    assert WithStore(pod("running"), uploads, gone).wait().code is Code.GONE, "cancelled before the results were in the store"
+    runs.end(place, "digits-1", "Succeeded", "all workers are done", 0)
+    assert WithStore(pod("running"), uploads, gone).wait().code is Code.SUCCEEDED
 
 
 def test_a_second_wait_attaches_to_the_same_job() -> None:

@@ -53,5 +53,7 @@ def fetch(
     if report.failed:
         raise OutlastError(f"{report.failed[0][0]} could not be fetched: {report.failed[0][1]}; the same command tries again")
     if not record.ended:
-        terminal.say(f"{record.job} has not ended, or uploads its results still: this is what its store has by now")
+        terminal.say(
+            f"no end of {record.job} is recorded: it trains, uploads results or was cancelled; this is what is there by now"
+        )
     print(f"{stored.url}: {directory}")

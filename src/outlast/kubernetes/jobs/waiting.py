@@ -188,8 +188,6 @@ class Waiter:
         """Return the result for a job that is gone from the cluster. The run's record in the store may show that the job had
         ended before."""
         status = last or JobStatus(name=self.name, run="")
-        if status.state is State.SUCCEEDED:  # it was removed while its workers uploaded
-            return self._result(status)
         if (recorded := _status_from_store(status)) is not None:
             return self._result(recorded)
         status = status.model_copy(update={"state": State.CANCELLED})
@@ -202,15 +200,17 @@ class Waiter:
 
 
 def _status_from_store(status: JobStatus) -> JobStatus | None:
-    """Return `status` updated from the run's record in the store; None unless the run has succeeded or failed."""
+    """Return `status` updated from the run's record in the store, which has the end only once the results are there; None unless
+    the run has succeeded or failed. Without a store that can be read, success counts from `status`."""
+    seen = status if status.state is State.SUCCEEDED else None
     if status.store is None or not status.run:
-        return None
+        return seen
     from outlast.storage import runs, store
 
     try:
         record = runs.read(store.open_(status.store.url))
     except StoreError:
-        return None
+        return seen
     if record is None or status.run not in (record.run, record.owner) or record.state not in (State.SUCCEEDED, State.FAILED):
         return None
     return status.model_copy(update={"state": State(record.state), "reason": record.reason, "exit_code": record.exit_code})
